@@ -1,0 +1,460 @@
+"""The store: what goes in comes out, and nothing that is missing, torn or another's comes out."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_distill.cache import Manifest, Store, create, shard_file
+from jax_distill.config import Refusal
+
+TEMPERATURES = (1.0, 2.0)
+
+
+def log_softmax(z: np.ndarray, temperature: float) -> np.ndarray:
+    """float64, from the definition."""
+    z = z.astype(np.float64) / temperature
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def captured(logits: np.ndarray, top_k: int, temperatures=TEMPERATURES) -> dict[str, np.ndarray]:
+    """The teacher arrays of logits [N,T,V], from the definitions in float64."""
+    z = logits.astype(np.float64)
+    order = np.argsort(-z, axis=-1, kind="stable")
+    ids, outside = order[..., :top_k], order[..., top_k:]
+    top = z.max(-1, keepdims=True)
+    log_z, log_tail = [], []
+    for temperature in temperatures:
+        log_z.append(np.log(np.exp((z - top) / temperature).sum(-1)))
+        rest = np.take_along_axis(log_softmax(z, temperature), outside, -1)
+        with np.errstate(divide="ignore"):
+            log_tail.append(np.log(np.exp(rest).sum(-1)))
+    width = np.uint16 if z.shape[-1] <= 65536 else np.uint32
+    return {
+        "teacher_indices": ids.astype(width),
+        "teacher_count": np.full(z.shape[:2], top_k, np.uint16),
+        "teacher_gaps": (top - np.take_along_axis(z, ids, -1)).astype(np.float16),
+        "teacher_log_z": np.stack(log_z, -1).astype(np.float32),
+        "teacher_log_tail": np.stack(log_tail, -1).astype(np.float32),
+    }
+
+
+def random_rows(rows: int, length: int, vocab_size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "tokens": rng.integers(0, vocab_size, (rows, length), np.int32),
+        "segment_ids": np.ones((rows, length), np.int32),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        "loss_mask": rng.integers(0, 2, (rows, length)).astype(np.uint8),
+    }
+
+
+def store_of(path: Path, manifest: Manifest, arrays: dict[str, np.ndarray]) -> Store:
+    with create(str(path), manifest, len(arrays["tokens"])) as writer:
+        for shard, first, last in writer.missing_shards():
+            writer.write(shard, {name: each[first : last + 1] for name, each in arrays.items()})
+    return Store.open(str(path))
+
+
+def small(path: Path, *, rows=10, length=12, vocab_size=50, top_k=5, shard_rows=4, **fields):
+    """(store, its arrays, the teacher's logits [N,T,V])."""
+    logits = np.random.default_rng(1).normal(0, 4, (rows, length, vocab_size)).astype(np.float32)
+    arrays = random_rows(rows, length, vocab_size)
+    if top_k:
+        arrays |= captured(logits, top_k)
+        fields = {"temperatures": TEMPERATURES, "teacher_fingerprint": "t"} | fields
+    manifest = Manifest(
+        sequence_length=length,
+        shard_rows=shard_rows,
+        vocab_size=vocab_size,
+        top_k=top_k,
+        **fields,
+    )
+    return store_of(path, manifest, arrays), arrays, logits
+
+
+def folder_bytes(path: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+
+
+# ---- what is read is what was written -----------------------------------------------------------
+
+
+def test_rows_come_back_in_any_order_with_repeats(tmp_path):
+    store, arrays, _ = small(tmp_path)
+    rows = np.array([9, 0, 3, 3])
+    batch = store.read(rows)
+    assert store.complete and store.rows == 10
+    for name in ("tokens", "segment_ids", "positions"):
+        np.testing.assert_array_equal(batch[name], arrays[name][rows])
+        assert batch[name].dtype == np.int32
+    np.testing.assert_array_equal(batch["teacher_indices"], arrays["teacher_indices"][rows])
+    assert batch["teacher_indices"].dtype == batch["teacher_count"].dtype == np.int32
+    assert batch["teacher_logprobs"].dtype == batch["teacher_log_tail"].dtype == np.float32
+
+
+def test_labels_are_the_next_tokens_and_the_last_column_counts_for_nothing(tmp_path):
+    store, arrays, _ = small(tmp_path)
+    batch = store.read(range(10))
+    np.testing.assert_array_equal(batch["labels"][:, :-1], arrays["tokens"][:, 1:])
+    np.testing.assert_array_equal(batch["mask"][:, :-1], arrays["loss_mask"][:, :-1] == 1)
+    assert not batch["labels"][:, -1].any() and not batch["mask"][:, -1].any()
+    assert batch["mask"].dtype == bool
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_rows_of_length_1_and_2_are_stored(tmp_path, length):
+    """Case 10."""
+    store, arrays, _ = small(tmp_path, length=length)
+    batch = store.read([0, 9])
+    np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][[0, 9]])
+    assert not batch["mask"][:, -1].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 7),
+    length=st.integers(1, 9),
+    shard_rows=st.integers(1, 9),
+    vocab_size=st.integers(2, 40),
+    data=st.data(),
+)
+def test_logprobs_equal_the_float64_softmax_at_every_stored_temperature(
+    tmp_path_factory, rows, length, shard_rows, vocab_size, data
+):
+    top_k = data.draw(st.integers(1, vocab_size))
+    path = tmp_path_factory.mktemp("store")
+    store, arrays, logits = small(
+        path, rows=rows, length=length, shard_rows=shard_rows, vocab_size=vocab_size, top_k=top_k
+    )
+    for temperature in TEMPERATURES:
+        batch = store.read(range(rows), temperature=temperature)
+        ids = batch["teacher_indices"].astype(np.int64)
+        exact = np.take_along_axis(log_softmax(logits, temperature), ids, -1)
+        # fp16 gaps up to 32 move single logits by up to 8e-3; the probabilities' sum stays.
+        np.testing.assert_allclose(batch["teacher_logprobs"], exact, atol=1.7e-2 / temperature)
+        tail = np.exp(batch["teacher_log_tail"].astype(np.float64))
+        total = np.exp(batch["teacher_logprobs"].astype(np.float64)).sum(-1) + tail
+        np.testing.assert_allclose(total, 1.0, atol=1e-6)
+
+
+def test_coding_the_logits_as_gaps_costs_less_than_a_millionth_of_a_nat(tmp_path):
+    vocab_size, top_k = 2000, 64
+    rng = np.random.default_rng(3)
+    logits = rng.gumbel(0, 2, (4, 16, vocab_size)).astype(np.float32) * 1.5
+    arrays = random_rows(4, 16, vocab_size) | captured(logits, top_k)
+    manifest = Manifest(
+        sequence_length=16,
+        shard_rows=4,
+        vocab_size=vocab_size,
+        top_k=top_k,
+        temperatures=TEMPERATURES,
+    )
+    batch = store_of(tmp_path, manifest, arrays).read(range(4))
+    exact = np.take_along_axis(log_softmax(logits, 1.0), batch["teacher_indices"].astype(int), -1)
+    tail = np.log1p(-np.exp(exact).sum(-1))
+    stored, stored_tail = batch["teacher_logprobs"], batch["teacher_log_tail"]
+    kl = (np.exp(exact) * (exact - stored)).sum(-1) + np.exp(tail) * (tail - stored_tail)
+    assert np.abs(kl).max() < 1e-6
+
+
+def test_where_every_token_is_stored_the_tail_is_empty(tmp_path):
+    store, _, logits = small(tmp_path, vocab_size=7, top_k=7)
+    batch = store.read([2])
+    assert (batch["teacher_log_tail"] == -np.inf).all()
+    np.testing.assert_allclose(np.exp(batch["teacher_logprobs"]).sum(-1), 1.0, atol=1e-6)
+
+
+def test_reading_fewer_of_the_k_moves_the_rest_into_the_tail(tmp_path):
+    store, _, _ = small(tmp_path)
+    whole, first = store.read([4, 7]), store.read([4, 7], top_k=2)
+    np.testing.assert_array_equal(first["teacher_indices"], whole["teacher_indices"][..., :2])
+    np.testing.assert_array_equal(first["teacher_logprobs"], whole["teacher_logprobs"][..., :2])
+    assert (first["teacher_count"] == 2).all()
+    dropped = np.exp(whole["teacher_logprobs"][..., 2:].astype(np.float64)).sum(-1)
+    tail = np.exp(whole["teacher_log_tail"].astype(np.float64)) + dropped
+    np.testing.assert_allclose(first["teacher_log_tail"], np.log(tail), rtol=1e-5)
+
+
+def test_entries_beyond_the_count_are_ignored(tmp_path):
+    rows = random_rows(2, 6, 30)
+    logits = np.random.default_rng(5).normal(0, 2, (2, 6, 30)).astype(np.float32)
+    arrays = rows | captured(logits, 4)
+    short = captured(logits, 2)
+    arrays["teacher_log_tail"] = short["teacher_log_tail"]
+    arrays["teacher_count"][:] = 2
+    arrays["teacher_indices"][..., 2:] = 29
+    arrays["teacher_gaps"][..., 2:] = 0
+    arrays["teacher_count"][0, 0] = 0
+    arrays["teacher_log_tail"][0, 0] = 0
+    manifest = Manifest(
+        sequence_length=6, shard_rows=2, vocab_size=30, top_k=4, temperatures=TEMPERATURES
+    )
+    batch = store_of(tmp_path, manifest, arrays).read([0, 1])
+    assert (batch["teacher_logprobs"][..., 2:] == -np.inf).all()
+    exact = np.take_along_axis(log_softmax(logits, 1.0), short["teacher_indices"].astype(int), -1)
+    np.testing.assert_allclose(batch["teacher_logprobs"][1, :, :2], exact[1], atol=4e-3)
+    assert (batch["teacher_logprobs"][0, 0] == -np.inf).all()
+    assert batch["teacher_log_tail"][0, 0] == 0
+
+
+@pytest.mark.parametrize("vocab_size", [256, 257, 65536, 65537, 131072, 131073])
+def test_ids_at_the_edges_of_integer_widths_come_back(tmp_path, vocab_size):
+    """Cases 5 and 6: ids 0 and V-1 are ids like any other; no value is a sentinel."""
+    width = np.uint16 if vocab_size <= 65536 else np.uint32
+    ids = [0, vocab_size - 1, min(255, vocab_size - 2), min(65535, vocab_size - 3), 1]
+    rows = random_rows(2, 3, vocab_size)
+    rows["tokens"][:] = [[0, vocab_size - 1, 0]]
+    arrays = rows | {
+        "teacher_indices": np.broadcast_to(np.array(ids, width), (2, 3, 5)).copy(),
+        "teacher_count": np.full((2, 3), 5, np.uint16),
+        "teacher_gaps": np.zeros((2, 3, 5), np.float16),
+        "teacher_log_z": np.full((2, 3, 1), math.log(10), np.float32),
+        "teacher_log_tail": np.full((2, 3, 1), math.log(0.5), np.float32),
+    }
+    manifest = Manifest(
+        sequence_length=3, shard_rows=2, vocab_size=vocab_size, top_k=5, temperatures=(1.0,)
+    )
+    store = store_of(tmp_path, manifest, arrays)
+    batch = store.read([1])
+    assert batch["teacher_indices"][0, 0].tolist() == ids
+    assert batch["tokens"][0].tolist() == [0, vocab_size - 1, 0]
+    assert store.largest_token == vocab_size - 1
+    np.testing.assert_allclose(batch["teacher_logprobs"], math.log(0.1), rtol=1e-6)
+
+
+def test_teacher_ids_that_a_smaller_student_lacks_join_the_tail(tmp_path):
+    """Case 4, the other way round: the teacher has tokens that the student has not."""
+    store, _, _ = small(tmp_path, vocab_size=50, top_k=8)
+    whole, cut = store.read(range(10)), store.read(range(10), vocab_size=47)
+    assert (whole["teacher_indices"] >= 47).any()
+    assert not (cut["teacher_indices"] >= 47).any()
+    for place in np.ndindex(10, 12):
+        kept = whole["teacher_indices"][place] < 47
+        count = cut["teacher_count"][place]
+        assert count == kept.sum()
+        for name in ("teacher_indices", "teacher_logprobs"):
+            assert cut[name][place][:count].tolist() == whole[name][place][kept].tolist()
+        assert (cut["teacher_logprobs"][place][count:] == -np.inf).all()
+    total = np.exp(cut["teacher_logprobs"]).sum(-1) + np.exp(cut["teacher_log_tail"])
+    np.testing.assert_allclose(total, 1.0, atol=1e-5)
+
+
+def test_a_store_without_a_teacher_holds_rows_alone(tmp_path):
+    store, arrays, _ = small(tmp_path, top_k=0)
+    batch = store.read([1, 5], temperature=3.0)
+    assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "mask"}
+    np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][[1, 5]])
+
+
+def test_a_mask_of_zeros_is_stored_and_a_store_counts_its_tokens(tmp_path):
+    arrays = random_rows(5, 8, 20)
+    arrays["loss_mask"][:] = 0
+    arrays["segment_ids"][4, 6:] = 0
+    manifest = Manifest(sequence_length=8, shard_rows=2, vocab_size=20)
+    store = store_of(tmp_path, manifest, arrays)
+    assert not store.read(range(5))["mask"].any()
+    assert (store.tokens, store.targets) == (38, 0)
+    assert store.nbytes == sum(len(b) for f, b in folder_bytes(tmp_path).items() if "/c/" in f)
+
+
+# ---- vocabulary ---------------------------------------------------------------------------------
+
+
+def vocabulary(size: int) -> dict[str, int]:
+    return {f"word{i}": i for i in range(size)}
+
+
+@pytest.mark.parametrize("size", [297, 300, 303, 320])
+def test_tokenizers_with_more_or_fewer_tokens_at_the_end_are_allowed(tmp_path, size):
+    """Cases 1, 2 and 4."""
+    store, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
+    store.check_vocabulary(vocabulary(size))
+
+
+def test_swapped_words_are_refused_by_the_first_conflicting_id(tmp_path):
+    """Case 3."""
+    store, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
+    swapped = vocabulary(300) | {"word7": 200, "word200": 7}
+    with pytest.raises(Refusal, match="id 7 to 'word7'.* got 'word200'"):
+        store.check_vocabulary(swapped)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_temperature_that_is_not_stored_is_refused(tmp_path):
+    """Case 22, the store's part."""
+    store, _, _ = small(tmp_path)
+    with pytest.raises(Refusal, match=r"\[1.0, 2.0\].*got 4.0"):
+        store.read([0], temperature=4.0)
+
+
+def test_more_of_the_k_than_stored_is_refused(tmp_path):
+    store, _, _ = small(tmp_path)
+    with pytest.raises(Refusal, match="read_top_k from 1 to the stored 5, got 6"):
+        store.read([0], top_k=6)
+
+
+def test_a_row_beyond_the_store_is_an_error_not_zeros(tmp_path):
+    store, _, _ = small(tmp_path)
+    for row in (-1, 10):
+        with pytest.raises(IndexError):
+            store.read([row])
+
+
+def test_where_no_store_is_the_refusal_says_how_to_write_one(tmp_path):
+    with pytest.raises(Refusal, match="jax_distill.teacher --config"):
+        Store.open(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("top_k", [51, 70000])
+def test_a_k_above_the_vocabulary_or_the_format_is_refused(tmp_path, top_k):
+    manifest = Manifest(
+        sequence_length=4,
+        shard_rows=1,
+        vocab_size=50 if top_k == 51 else 80000,
+        top_k=top_k,
+        temperatures=(1.0,),
+    )
+    with pytest.raises(Refusal, match="cache.top_k"):
+        create(str(tmp_path), manifest, 1)
+
+
+CHANGES = {
+    "teacher_fingerprint": ("u", "teacher_fingerprint: stored 't', wanted 'u'"),
+    "tokenizer_fingerprint": ("v", "tokenizer_fingerprint"),
+    "data": ({"sources": [{"path": "a.txt", "sha256": "2"}]}, r"data.sources.0.sha256"),
+    "top_k": (6, "top_k: stored 5, wanted 6"),
+    "temperatures": ((1.0, 3.0), "temperatures.1: stored 2.0"),
+    "shard_rows": (8, "shard_rows"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_old_store_is_never_reused_for_another_teacher_tokenizer_or_data(tmp_path, name):
+    """Case 36."""
+    data = {"sources": [{"path": "a.txt", "sha256": "1"}]}
+    store, _, _ = small(tmp_path, data=data)
+    before = folder_bytes(tmp_path)
+    value, message = CHANGES[name]
+    with pytest.raises(Refusal, match=message):
+        create(str(tmp_path), replace(store.manifest, **{name: value}), store.rows)
+    with pytest.raises(Refusal, match="10 rows.*got 11"):
+        create(str(tmp_path), store.manifest, 11)
+    assert folder_bytes(tmp_path) == before
+    create(str(tmp_path), replace(store.manifest, git_revision="newer"), store.rows).close()
+
+
+# ---- commits, kills, damage ---------------------------------------------------------------------
+
+
+def test_a_shard_counts_only_once_it_is_committed(tmp_path):
+    store, _, _ = small(tmp_path)
+    (tmp_path / "commits/000001.json").unlink()
+    store = Store.open(str(tmp_path))
+    assert not store.complete
+    store.read([0, 3, 8])
+    with pytest.raises(Refusal, match="no commit of shard 1"):
+        store.read([4])
+    with pytest.raises(Refusal, match="2 of its 3 shards"):
+        store.require_complete()
+
+
+def test_a_store_resumed_after_a_torn_shard_is_byte_identical(tmp_path):
+    """Case 33, without the kill: what a kill may leave is put there by hand."""
+    store, arrays, _ = small(tmp_path / "a")
+    small(tmp_path / "b")
+    assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+    torn = tmp_path / "b" / shard_file(store.manifest, "teacher_gaps", 1)
+    torn.write_bytes(torn.read_bytes()[:50])
+    (tmp_path / "b/commits/000001.json").unlink()
+    (torn.parent / "0.__lock").write_bytes(b"half")
+    (tmp_path / "b/writer.lock").write_text("12345")
+    small(tmp_path / "b")
+    assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 0x10
+    file.write_bytes(bytes(data))
+
+
+DAMAGES = {
+    "deleted": lambda file: file.unlink(),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-40]),
+    "bit flipped": flip,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["teacher_gaps", "loss_mask"])
+def test_a_damaged_shard_is_named_by_a_read(tmp_path, damage, name):
+    """Case 34."""
+    store, _, _ = small(tmp_path)
+    file = shard_file(store.manifest, name, 1)
+    DAMAGES[damage](tmp_path / file)
+    store = Store.open(str(tmp_path))
+    store.read([0, 1, 2, 3, 8, 9])
+    with pytest.raises(Refusal, match=re.escape(file)):
+        store.read(range(10))
+
+
+def test_wrong_arrays_are_not_written(tmp_path):
+    store, arrays, _ = small(tmp_path / "a")
+    with create(str(tmp_path / "b"), store.manifest, 10) as writer:
+        part = {name: each[:4] for name, each in arrays.items()}
+        for bad in (
+            {**part, "teacher_gaps": part["teacher_gaps"].astype(np.float32)},
+            {**part, "tokens": part["tokens"][:3]},
+            {name: each for name, each in part.items() if name != "teacher_count"},
+        ):
+            with pytest.raises(ValueError, match="expected"):
+                writer.write(0, bad)
+        assert len(writer.missing_shards()) == 3
+
+
+def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
+    """Case 32: rows that two processes would both write are never lost, the second one stops."""
+    store, _, _ = small(tmp_path / "a")
+    manifest = store.manifest
+    code = (
+        "import sys\n"
+        "from jax_distill.cache import Manifest, create\n"
+        "from jax_distill.config import Refusal\n"
+        "manifest = Manifest.from_json(open(sys.argv[2], 'rb').read())\n"
+        "try:\n"
+        "    create(sys.argv[1], manifest, 10)\n"
+        "except Refusal as refusal:\n"
+        "    sys.exit(str(refusal))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "b"), str(tmp_path / "a/manifest.json")]
+    with create(str(tmp_path / "b"), manifest, 10) as writer:
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 1
+        assert f"got process {os.getpid()}" in result.stderr
+        assert len(writer.missing_shards()) == 3
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_the_manifest_is_readable_json_and_reads_back(tmp_path):
+    store, _, _ = small(tmp_path, vocabulary={"b": 1, "a": 0}, data={"max_rows": 3})
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["top_k"] == 5 and manifest["temperatures"] == [1.0, 2.0]
+    assert list(manifest["vocabulary"]) == ["a", "b"]
+    assert manifest["data_fingerprint"] == store.manifest.data_fingerprint
+    assert store.manifest.temperatures == (1.0, 2.0)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(Refusal, match="format version 1, got 99"):
+        Store.open(str(tmp_path))

@@ -1,0 +1,5 @@
+from pathlib import Path
+
+
+def converted_folder(path: Path) -> Path:
+    raise NotImplementedError

@@ -1,0 +1,246 @@
+"""The run folder, written alike by both backends.
+
+    <output_dir>/config.yaml     the resolved configuration
+                 manifest.json   versions, git revision, command, host
+                 metrics.jsonl   one line a logged step, each step once
+                 tensorboard/    the same numbers
+                 summary.json    what came out
+                 report.html, checkpoints/, export/
+
+One process writes a run folder at a time: a lock names the one that has it.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any, Self
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+from jax_distill.config import Config, Refusal, as_dict, save
+
+PACKAGES = (
+    "jax-distill jax jaxlib flax optax orbax-checkpoint tensorstore grain numpy tokenizers "
+    "safetensors torch transformers"
+).split()
+
+# What may change between a run and its resumption: nothing that moves a number.
+FREE_FIELDS = (
+    "train.log_every",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.profile_steps",
+    "teacher.batch_size",
+)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that numbers depend on, and Python's own."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_revision() -> str | None:
+    """The revision this package runs from (with `-dirty` where files differ), outside git None."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all; a number that is not finite becomes null."""
+    text = json.dumps(_finite(content), indent=2, allow_nan=False)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    return content
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl; a last line torn by a kill is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class Metrics:
+    """metrics.jsonl and its TensorBoard twin; a step is written once, whatever was killed when."""
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        """Keep the records up to `resume_step`, drop what a killed run logged beyond it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "metrics.jsonl"
+        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+        temporary = folder / ".metrics.jsonl.tmp"
+        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file: IO[str] = open(path, "a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """One record. A number that is not finite is null in the file."""
+        self._file.write(json.dumps(_finite({"step": step, **values}), allow_nan=False) + "\n")
+        self._file.flush()
+        for key, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._board.add_scalar(key, value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._file.close()
+        self._board.close()
+
+
+class Run:
+    """The run folder, opened by one process. Use as a context manager."""
+
+    def __init__(self, config: Config, *, backend: str) -> None:
+        """Create or reopen `config.output_dir`.
+
+        Raises:
+            Refusal: another process has it, or it was begun with another configuration.
+        """
+        self.path = Path(config.output_dir)
+        self.started = time.time()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "a+", encoding="utf-8")
+        except OSError as error:
+            raise Refusal(
+                f"expected a writable output_dir, got {self.path} ({error.strerror})"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            self._lock.close()
+            raise Refusal(
+                f"{self.path} is in use by {owner}; wait for it, or set another --output_dir"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {platform.node()}")
+        self._lock.flush()
+        self._check_same(config)
+        save(config, self.path / "config.yaml")
+        manifest = {
+            "backend": backend,
+            "command": sys.argv,
+            "host": platform.node(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
+            "git_revision": git_revision(),
+            "versions": versions(),
+        }
+        write_json(self.path / "manifest.json", manifest)
+
+    def _check_same(self, config: Config) -> None:
+        path = self.path / "config.yaml"
+        if not path.exists() or not (self.path / "checkpoints").exists():
+            return
+        before = _flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
+        now = _flatten(as_dict(config))
+        for key in sorted(before.keys() | now.keys()):
+            longer = key == "train.steps" and config.optimizer.schedule == "constant"
+            if key in FREE_FIELDS or longer or before.get(key) == now.get(key):
+                continue
+            raise Refusal(
+                f"{self.path} was begun with {key} {before.get(key)}, got {now.get(key)}; "
+                "set another --output_dir for another run"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.close()
+
+
+def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def say(line: str) -> None:
+    """One line to the person who runs this, above any progress bar."""
+    console.print(line, markup=False)
+
+
+class StepProgress:
+    """A bar with loss, tokens/s and time left on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, what: str, *, total: int, done: int, tokens_per_step: int) -> None:
+        self._what, self._total, self._first = what, total, done
+        self._tokens = tokens_per_step
+        self._begin = self._last_line = time.monotonic()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._task = self._bar.add_task(what, total=total, completed=done, note="")
+
+    def update(self, step: int, loss: float | None) -> None:
+        """`step` steps are done; `loss` is the latest one known."""
+        now = time.monotonic()
+        speed = (step - self._first) * self._tokens / max(now - self._begin, 1e-9)
+        note = f"{speed:,.0f} tokens/s" + ("" if loss is None else f"  loss {loss:.4f}")
+        self._bar.update(self._task, completed=step, note=note)
+        if not console.is_terminal and (now - self._last_line > 10 or step == self._total):
+            self._last_line = now
+            left = (self._total - step) * self._tokens / max(speed, 1e-9)
+            say(f"{self._what} {step}/{self._total}  {note}  {left:,.0f} s left")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
