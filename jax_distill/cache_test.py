@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_distill.cache import Manifest, Store, create, shard_file
-from jax_distill.config import Refusal
+from jax_distill.config import Failure, Refusal
 
 TEMPERATURES = (1.0, 2.0)
 
@@ -233,28 +233,19 @@ def test_ids_at_the_edges_of_integer_widths_come_back(tmp_path, vocab_size):
     np.testing.assert_allclose(batch["teacher_logprobs"], math.log(0.1), rtol=1e-6)
 
 
-def test_teacher_ids_that_a_smaller_student_lacks_join_the_tail(tmp_path):
-    """Case 4, the other way round: the teacher has tokens that the student has not."""
-    store, _, _ = small(tmp_path, vocab_size=50, top_k=8)
-    whole, cut = store.read(range(10)), store.read(range(10), vocab_size=47)
-    assert (whole["teacher_indices"] >= 47).any()
-    assert not (cut["teacher_indices"] >= 47).any()
-    for place in np.ndindex(10, 12):
-        kept = whole["teacher_indices"][place] < 47
-        count = cut["teacher_count"][place]
-        assert count == kept.sum()
-        for name in ("teacher_indices", "teacher_logprobs"):
-            assert cut[name][place][:count].tolist() == whole[name][place][kept].tolist()
-        assert (cut["teacher_logprobs"][place][count:] == -np.inf).all()
-    total = np.exp(cut["teacher_logprobs"]).sum(-1) + np.exp(cut["teacher_log_tail"])
-    np.testing.assert_allclose(total, 1.0, atol=1e-5)
-
-
 def test_a_store_without_a_teacher_holds_rows_alone(tmp_path):
     store, arrays, _ = small(tmp_path, top_k=0)
     batch = store.read([1, 5], temperature=3.0)
     assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "mask"}
     np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][[1, 5]])
+
+
+def test_the_teachers_arrays_stay_on_disk_where_they_are_not_wanted(tmp_path):
+    store, _, _ = small(tmp_path)
+    for name in ("teacher_gaps", "teacher_indices"):
+        (tmp_path / shard_file(store.manifest, name, 0)).unlink()
+    batch = store.read([0], targets=False, temperature=3.0, top_k=99)
+    assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "mask"}
 
 
 def test_a_mask_of_zeros_is_stored_and_a_store_counts_its_tokens(tmp_path):
@@ -334,7 +325,8 @@ def test_a_k_above_the_vocabulary_or_the_format_is_refused(tmp_path, top_k):
 CHANGES = {
     "teacher_fingerprint": ("u", "teacher_fingerprint: stored 't', wanted 'u'"),
     "tokenizer_fingerprint": ("v", "tokenizer_fingerprint"),
-    "data": ({"sources": [{"path": "a.txt", "sha256": "2"}]}, r"data.sources.0.sha256"),
+    "data": ({"packing": False, "sources": [1, 2]}, r"data.packing: stored True, wanted False"),
+    "data_fingerprint": ("e", "data_fingerprint: stored 'd', wanted 'e'"),
     "top_k": (6, "top_k: stored 5, wanted 6"),
     "temperatures": ((1.0, 3.0), "temperatures.1: stored 2.0"),
     "shard_rows": (8, "shard_rows"),
@@ -344,8 +336,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_old_store_is_never_reused_for_another_teacher_tokenizer_or_data(tmp_path, name):
     """Case 36."""
-    data = {"sources": [{"path": "a.txt", "sha256": "1"}]}
-    store, _, _ = small(tmp_path, data=data)
+    data = {"packing": True, "sources": [1, 2]}
+    store, _, _ = small(tmp_path, data=data, data_fingerprint="d")
     before = folder_bytes(tmp_path)
     value, message = CHANGES[name]
     with pytest.raises(Refusal, match=message):
@@ -407,7 +399,7 @@ def test_a_damaged_shard_is_named_by_a_read(tmp_path, damage, name):
     DAMAGES[damage](tmp_path / file)
     store = Store.open(str(tmp_path))
     store.read([0, 1, 2, 3, 8, 9])
-    with pytest.raises(Refusal, match=re.escape(file)):
+    with pytest.raises(Failure, match=re.escape(file)):
         store.read(range(10))
 
 
@@ -449,11 +441,13 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
 
 
 def test_the_manifest_is_readable_json_and_reads_back(tmp_path):
-    store, _, _ = small(tmp_path, vocabulary={"b": 1, "a": 0}, data={"max_rows": 3})
+    store, _, _ = small(
+        tmp_path, vocabulary={"b": 1, "a": 0}, data={"max_rows": 3}, data_fingerprint="d"
+    )
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["top_k"] == 5 and manifest["temperatures"] == [1.0, 2.0]
     assert list(manifest["vocabulary"]) == ["a", "b"]
-    assert manifest["data_fingerprint"] == store.manifest.data_fingerprint
+    assert manifest["data_fingerprint"] == store.manifest.data_fingerprint == "d"
     assert store.manifest.temperatures == (1.0, 2.0)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
     with pytest.raises(Refusal, match="format version 1, got 99"):

@@ -56,31 +56,41 @@ class Checkpoints:
         """The step with the lowest held-out loss among those that were evaluated."""
         return self._orbax.best_step()
 
-    def save(self, step: int, state: Any, *, heldout_loss: float | None = None) -> None:
-        """Begin to save `state` (a pytree) as of `step`; errors surface here or in `close`."""
+    def steps(self) -> list[int]:
+        """Every step that can be restored."""
+        return sorted(self._orbax.all_steps())
+
+    def save(
+        self, step: int, params: Any, opt_state: Any, *, heldout_loss: float | None = None
+    ) -> None:
+        """Begin to save the state as of `step`; errors surface at the next save or at exit."""
         if step == self._last_saved:
             return
         self._last_saved = step
         metrics = None if heldout_loss is None else {"heldout_loss": heldout_loss}
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
+            params=ocp.args.StandardSave(params),
+            opt_state=ocp.args.StandardSave(opt_state),
             run=ocp.args.JsonSave({"step": step, "seed": self._seed}),
         )
         self._orbax.save(step, args=arguments, metrics=metrics, force=True)
 
-    def restore(self, step: int, like: Any) -> Any:
-        """The state of `step`, placed and typed as `like` (arrays or ShapeDtypeStructs)."""
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract), run=ocp.args.JsonRestore()
-        )
+    def restore(self, step: int, **like: Any) -> dict[str, Any]:
+        """`params=` and `opt_state=` of a step (either or both), placed and typed as the trees
+        given: arrays, or ShapeDtypeStructs with shardings."""
+        items = {
+            name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
+            for name, tree in like.items()
+        }
+        arguments = ocp.args.Composite(run=ocp.args.JsonRestore(), **items)
         found = self._orbax.restore(step, args=arguments)
         if found["run"] != {"step": step, "seed": self._seed}:
             raise Refusal(
-                f"expected a checkpoint of step {step}, seed {self._seed}, got {found['run']}"
+                f"expected a checkpoint of step {step}, seed {self._seed}, got {found['run']}; "
+                "set seed to the run's, or another --output_dir"
             )
         self._last_saved = step
-        return found["state"]
+        return {name: found[name] for name in like}
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ config.json. A field that no code reads is an error (a test looks for each of th
 import dataclasses
 import difflib
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -70,10 +71,10 @@ class StudentConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a mixture: `weight` is relative to the other sources' weights."""
+    """One part of a mixture; `weight` is its share of the tokens, null uses it whole."""
 
     path: str
-    weight: float = 1.0
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,12 @@ def find_path(path: str) -> str:
             if (root / path).exists():
                 return str(root / path)
     return path
+
+
+def cache_folder() -> Path:
+    """Where things that can be made again are kept: `$XDG_CACHE_HOME/jax_distill`."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "jax_distill"
 
 
 def field_names(cls: type = Config, prefix: str = "") -> list[str]:

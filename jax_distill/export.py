@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import yaml
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from jax_distill import hf
 from jax_distill.checkpoint import Checkpoints
@@ -26,9 +27,7 @@ from jax_distill.student import copy_tokenizer
 STUDENT_FOLDER = "student"  # in the run folder: what training began with
 
 
-def write_folder(
-    out: Path, model: Decoder, *, student: Path, tokenizer: Path, dtype: str, card: str
-) -> None:
+def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: str) -> None:
     """Write the folder whole or not at all; an older `out` is replaced.
 
     config.json is the student's own with only the dtype changed; tokenizer, chat template and
@@ -37,8 +36,7 @@ def write_folder(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for source in (tokenizer, student):  # where both have a file, the student's own stays
-        copy_tokenizer(source, partial)
+    copy_tokenizer(student, partial)
     raw = hf.read_config(student)
     for key in ("dtype", "torch_dtype"):
         raw[key] = dtype
@@ -100,16 +98,20 @@ def restore_student(run: Path, step: str) -> tuple[Decoder, int]:
         raise Refusal(f"expected a run folder with config.yaml and {STUDENT_FOLDER}/, got {run}")
     config = yaml.safe_load(config_path.read_text("utf-8"))
     dtypes = {key: jnp.dtype(config["train"][key]) for key in ("param_dtype", "compute_dtype")}
-    shapes = hf.load_model(student, **dtypes, remat="none", seed=config["seed"])
+    architecture = hf.model_config(hf.read_config(student))
+    shapes = nnx.eval_shape(lambda: Decoder(architecture, rngs=nnx.Rngs(0), **dtypes))
     graphdef, params = nnx.split(shapes, nnx.Param)
-    with Checkpoints(run / "checkpoints", keep=config["train"]["keep"], seed=config["seed"]) as all_:
-        known = {"latest": all_.latest_step(), "best": all_.best_step()}
+    place = SingleDeviceSharding(jax.devices()[0])
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=place), params)
+    knobs = {"keep": config["train"]["keep"], "seed": config["seed"]}
+    with Checkpoints(run / "checkpoints", **knobs) as saved:
+        known = {"latest": saved.latest_step(), "best": saved.best_step()}
         chosen = known[step] if step in known else int(step) if step.isdecimal() else None
-        if chosen is None or chosen not in all_.steps():
+        if chosen is None or chosen not in saved.steps():
             raise Refusal(
-                f"expected --step among {all_.steps()}, latest or best, got {step} in {run}"
+                f"expected --step among {saved.steps()}, latest or best, got {step} in {run}"
             )
-        params = all_.restore_params(chosen, params)
+        params = saved.restore(chosen, params=params)["params"]
     return nnx.merge(graphdef, params), chosen
 
 
@@ -128,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     if finished.exists():
         card = finished.read_text("utf-8")
     dtype = options.dtype or str(jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype)
-    write_folder(options.out, model, student=student, tokenizer=student, dtype=dtype, card=card)
+    write_folder(options.out, model, student=student, dtype=dtype, card=card)
     say(f"wrote {options.out}: step {step}, {dtype}")
 
 

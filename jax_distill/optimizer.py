@@ -68,7 +68,8 @@ def make_optimizer(
             optax.sgd(schedule, momentum=b1 or None),
         )
     else:
-        core = optax.adafactor(schedule, weight_decay_rate=weight_decay or None, weight_decay_mask=decayed)
+        decay = {"weight_decay_rate": weight_decay or None, "weight_decay_mask": decayed}
+        core = optax.adafactor(schedule, **decay)
     if clip_norm is None:
         return core
     return optax.chain(optax.clip_by_global_norm(clip_norm), core)

@@ -158,7 +158,11 @@ class Run:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {platform.node()}")
         self._lock.flush()
-        self._check_same(config)
+        try:
+            self._check_same(config)
+        except Refusal:
+            self._lock.close()
+            raise
         save(config, self.path / "config.yaml")
         manifest = {
             "backend": backend,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jax_distill import losses, sharding
 from jax_distill.config import LossConfig
-from jax_distill.model import Decoder
+from jax_distill.model import Decoder, ModelConfig
 
 
 class TrainState(NamedTuple):
@@ -34,7 +34,7 @@ def loss_fn(
     hidden = model.hidden_states(batch["tokens"], batch["segment_ids"], batch["positions"])
     sums = losses.IMPLEMENTATIONS[loss.implementation](
         hidden,
-        model.lm_head_weight().astype(hidden.dtype),
+        model.lm_head_weight(),
         batch["labels"],
         batch["mask"],
         batch.get("teacher_indices"),
@@ -110,6 +110,23 @@ def make_eval_step(graphdef: Any, *, loss: LossConfig, vocab_size: int) -> Any:
         return loss_fn(params, graphdef, batch, loss=loss, vocab_size=vocab_size)[1]
 
     return jax.jit(eval_fn)
+
+
+def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """Floating-point operations of forward and backward per token: 6·P + 6·L·H·Q·T.
+
+    P: parameters of the layers' linears and of the head (the embedding is a lookup, norms are
+    nothing); a product of n parameters costs 2n forward and 4n backward. Attention: two products of
+    2·H·Q·T per token and layer, three passes, half of it by causality. Recomputation is not counted
+    (PaLM, arXiv 2204.02311, appendix B, with the causal half).
+    """
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    attention = 2 * config.hidden_size * (heads + kv_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    layers = config.num_hidden_layers
+    products = layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    return 6.0 * products + 6.0 * layers * heads * sequence_length
 
 
 def make_state(model: Decoder, optimizer: Any, mesh: Mesh) -> tuple[Any, TrainState]:

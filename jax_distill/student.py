@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from jax_distill import hf
 from jax_distill.config import Refusal, run_command
+from jax_distill.hf.weights import weight_files
 from jax_distill.model import ModelConfig
 from jax_distill.run import say
 
@@ -56,7 +57,7 @@ def make_student(
 ) -> Path:
     """Write the student's HF folder: the kept layers renumbered, tensors as they were, bit by bit.
 
-    One tensor is in memory at a time. An `out` that is finished is left as it is.
+    One file's tensors are in memory at a time. An `out` that is finished is left as it is.
 
     Raises:
         Refusal: not exactly one of layers and parameters; a layer the teacher lacks.
@@ -80,7 +81,7 @@ def make_student(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     copy_tokenizer(teacher, out)
-    weights = hf.weight_files(teacher)
+    weights = weight_files(teacher)
     if weights:
         _copy_weights(weights, out, {old: new for new, old in enumerate(layers)})
     (out / "config.json").write_text(text, "utf-8")  # last: it marks the folder as finished

@@ -5,11 +5,11 @@ Then the gate, the loop, the held-out table, the export and the report. The same
 """
 
 import dataclasses
-import os
+import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,30 @@ from jax.sharding import Mesh
 from jax_distill import evaluate, export, hf, report, sharding, student, teacher
 from jax_distill.cache import Store
 from jax_distill.checkpoint import Checkpoints
-from jax_distill.config import Config, Failure, Refusal, load, run_command
-from jax_distill.data import row_indices
-from jax_distill.model import Decoder, train_flops_per_token
+from jax_distill.config import (
+    Config,
+    Failure,
+    Refusal,
+    as_dict,
+    cache_folder,
+    find_path,
+    load,
+    run_command,
+)
+from jax_distill.data import Tokenizer, row_indices
+from jax_distill.model import Decoder
 from jax_distill.optimizer import learning_rate_schedule, make_optimizer
-from jax_distill.run import Metrics, Run, StepProgress, say, write_json
-from jax_distill.step import make_eval_step, make_state, make_train_step, means
+from jax_distill.run import Metrics, Run, StepProgress, read_metrics, say, write_json
+from jax_distill.step import (
+    TrainState,
+    make_eval_step,
+    make_state,
+    make_train_step,
+    means,
+    train_flops_per_token,
+)
+
+REQUIRED = ("loss", "gradient_norm")  # NaN elsewhere means: not computed without a teacher
 
 
 class Stopped(Exception):
@@ -57,9 +75,9 @@ class StopSignal:
 
 
 def reader_knobs(config: Config) -> dict[str, Any]:
-    """What `Store.read` needs to know; without a KL term the teacher's columns stay on disk."""
+    """What `Store.read` needs to know of the configuration."""
     if not config.loss.kl_weight:
-        return {"targets": False}
+        return {}
     return {"temperature": config.loss.temperature, "top_k": config.cache.read_top_k}
 
 
@@ -99,17 +117,21 @@ def heldout_means(
     ):
         sums = eval_step(params, sharding.place_batch(mesh, batch))
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    return {f"heldout_{k}": float(v) for k, v in jax.device_get(means(total)).items()}
+    if total is None:
+        return {}
+    values = {k: float(v) for k, v in jax.device_get(means(total)).items()}
+    return {f"heldout_{k}": v for k, v in values.items() if not np.isnan(v)}
 
 
 def fit(
     config: Config,
     folder: Path,
     model: Decoder,
+    *,
     stores: tuple[Store, Store],
     mesh: Mesh,
-    *,
     steps: int,
+    vocab_size: int,
     what: str,
 ) -> Decoder:
     """Train `model` for `steps` optimizer steps, from the newest checkpoint in `folder` on.
@@ -137,9 +159,10 @@ def fit(
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.optimizer.clip_norm,
     )
-    tokens_per_step = train.batch_size * train_store.sequence_length
-    flops = tokens_per_step * train_flops_per_token(model.config, train_store.sequence_length)
-    vocab_size = min(model.config.vocab_size, train_store.manifest.vocab_size)
+    tokens_per_step = train.batch_size * train_store.manifest.sequence_length
+    flops = tokens_per_step * train_flops_per_token(
+        model.config, train_store.manifest.sequence_length
+    )
     graphdef, state = make_state(model, optimizer, mesh)
     del model
     train_step = make_train_step(
@@ -150,28 +173,29 @@ def fit(
     checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
     first = checkpoints.latest_step() or 0
     if first:
-        state = checkpoints.restore(first, state)
+        found = checkpoints.restore(first, params=state.params, opt_state=state.opt_state)
+        state = TrainState(step=state.step + first, **found)
         say(f"{what}: resumed at step {first} of {steps}")
     metrics = Metrics(folder, resume_step=first)
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens_per_step)
     profile = train.profile_steps or [-1, -1]
     clock = time.perf_counter()
     with StopSignal() as stop, metrics, progress, checkpoints:
-        for index, rows, batch in batches(
-            train_store, config, mesh, first=first, steps=steps
-        ):
+        for index, rows, batch in batches(train_store, config, mesh, first=first, steps=steps):
             if index == profile[0]:
                 jax.profiler.start_trace(str(folder / "profile"))
             state, on_device = train_step(state, batch)
             values = {k: float(v) for k, v in jax.device_get(on_device).items()}
+            values = {k: v for k, v in values.items() if not np.isnan(v) or k in REQUIRED}
             step = index + 1
             if step == profile[1]:
                 jax.profiler.stop_trace()
 
             if not np.isfinite(values["loss"] + values["gradient_norm"]):
                 raise Failure(
-                    f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}, "
-                    f"rows {rows.tolist()}; last checkpoint: step {checkpoints.latest_step() or 0}; "
+                    f"step {step}: loss {values['loss']}, "
+                    f"gradient norm {values['gradient_norm']}, rows {rows.tolist()}; "
+                    f"last checkpoint: step {checkpoints.latest_step() or 0}; "
                     "lower optimizer.learning_rate, or look at these rows"
                 )
             if not values["valid_tokens"]:
@@ -188,10 +212,206 @@ def fit(
             if at_eval or step % train.log_every == 0 or step == 1:
                 metrics.log(step, values)
             if at_save or stop.received:
-                checkpoints.save(step, state, heldout_loss=values.get("heldout_loss"))
+                checkpoints.save(
+                    step,
+                    state.params,
+                    state.opt_state,
+                    heldout_loss=values.get("heldout_loss"),
+                )
             progress.update(step, values["loss"])
             if stop.received and step < steps:
                 raise Stopped(f"{what}: {stop.received} at step {step} of {steps}, state saved")
             if at_eval or at_save:
                 clock = time.perf_counter()
     return nnx.merge(graphdef, state.params)
+
+
+def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> tuple[Path, Path]:
+    """(folder of the first weights, `<run>/student`): the latter has at least the student's
+    config.json and tokenizer, so that the run folder alone can be exported."""
+    inside = run / export.STUDENT_FOLDER
+    if config.student.from_teacher is None:
+        start = hf.local_folder(find_path(config.student.path))
+        inside.mkdir(exist_ok=True)
+        student.copy_tokenizer(start, inside)
+        shutil.copyfile(start / "config.json", inside / "config.json")
+        return start, inside
+    if teacher_folder is None:
+        raise Refusal("expected teacher.path for student.from_teacher, got none; name a teacher")
+    knobs = config.student.from_teacher
+    student.make_student(teacher_folder, inside, layers=knobs.layers, parameters=knobs.parameters)
+    return inside, inside
+
+
+def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """The student's first weights, each leaf straight to its place."""
+    return hf.load_model(
+        folder,
+        param_dtype=jnp.dtype(config.train.param_dtype),
+        compute_dtype=jnp.dtype(config.train.compute_dtype),
+        remat=config.train.remat,
+        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        seed=config.seed,
+    )
+
+
+def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """The teacher in its own dtype, as the store was made with it."""
+    dtype = jnp.dtype(config.teacher.dtype)
+    return hf.load_model(
+        folder,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+    )
+
+
+def run_gate(config: Config, teacher_folder: Path, store: Store, mesh: Mesh) -> None:
+    """Before step 1: does this store hold this teacher's targets, in their places?"""
+    model = load_teacher(teacher_folder, config, mesh)
+    # bf16 rounds differently in batches of another shape; fp32 leaves only the store's fp16 gaps.
+    tolerance = 1e-3 if config.teacher.dtype == "float32" else 5e-2
+    line = evaluate.identity_gate(
+        model,
+        store,
+        rows=config.teacher.batch_size,
+        temperature=config.loss.temperature,
+        tolerance=tolerance,
+    )
+    say(line)
+
+
+def final_table(
+    config: Config,
+    teacher_folder: Path,
+    start: Path,
+    models: dict[str, Decoder],
+    store: Store,
+    mesh: Mesh,
+) -> dict[str, dict[str, float]]:
+    """Teacher, student before, student and baseline on the rows nothing else looks at."""
+    table = evaluate.heldout_table(
+        load_teacher(teacher_folder, config, mesh),
+        {"student_before": load_on_mesh(start, config, mesh), **models},
+        store,
+        evaluate.table_rows(store),
+        batch_size=config.teacher.batch_size,
+        chunk_size=config.loss.chunk_size,
+    )
+    evaluate.print_table(table)
+    return table
+
+
+def distil(config: Config, run: Run, mesh: Mesh) -> None:
+    """The whole job in order, each line a fact on disk or a model in memory."""
+    train_store, heldout_store = teacher.write_stores(config)
+    path = config.teacher.path
+    teacher_folder = hf.local_folder(find_path(path)) if path else None
+    start, folder = prepare_student(config, run.path, teacher_folder)
+    vocab_size = student_vocabulary(folder, train_store)
+    steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
+    if teacher_folder and config.loss.kl_weight and not (run.path / "checkpoints").exists():
+        run_gate(config, teacher_folder, train_store, mesh)
+
+    knobs = dict(stores=(train_store, heldout_store), mesh=mesh, steps=steps, vocab_size=vocab_size)
+    model = fit(config, run.path, load_on_mesh(start, config, mesh), what="student", **knobs)
+    models = {"student": model}
+    if config.train.ce_baseline:
+        models["ce_baseline"] = fit(
+            baseline_config(config),
+            run.path / "ce_baseline",
+            load_on_mesh(start, config, mesh),
+            what="CE-only student",
+            **knobs,
+        )
+    table = {}
+    if teacher_folder:
+        table = final_table(config, teacher_folder, start, models, heldout_store, mesh)
+    summary = {
+        "heldout": table,
+        "validation": last_heldout(run.path),
+        "student_parameters": student.count_parameters(model.config),
+        "teacher_parameters": teacher_folder
+        and student.count_parameters(hf.model_config(hf.read_config(teacher_folder))),
+        "steps": steps,
+        "tokens_trained": steps * config.train.batch_size * train_store.manifest.sequence_length,
+        "seconds": time.time() - run.started,
+        "cache": {
+            "path": train_store.path,
+            "tokens": train_store.tokens,
+            "bytes_per_token": train_store.nbytes / max(train_store.tokens, 1),
+        },
+    }
+    export.write_folder(
+        run.path / "export",
+        model,
+        student=folder,
+        dtype=config.train.param_dtype,
+        card=export.model_card(
+            summary=summary, config=as_dict(config), store=train_store.manifest.fingerprint
+        ),
+    )
+    write_json(run.path / "summary.json", summary)
+    report.write_report(run.path, summary)
+    say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json, report.html")
+
+
+def student_vocabulary(folder: Path, store: Store) -> int:
+    """Real columns of the student's head: its tokenizer's length, or the store's without one.
+
+    Raises:
+        Refusal: the tokenizers map an id to different tokens; the head or the embedding is smaller
+            than the ids it must hold.
+    """
+    columns = hf.model_config(hf.read_config(folder)).vocab_size
+    length = store.manifest.vocab_size
+    if (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(folder)
+        store.check_vocabulary(tokenizer.vocab)
+        if store.manifest.vocabulary:
+            length = tokenizer.length
+    if store.largest_token >= columns:
+        raise Refusal(
+            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
+            f"got {columns}; use a student with the teacher's tokenizer"
+        )
+    if length < store.manifest.vocab_size:
+        say(f"the student lacks ids {length}…{store.manifest.vocab_size - 1}: they join the tail")
+    elif length > store.manifest.vocab_size:
+        say(f"the teacher lacks ids {store.manifest.vocab_size}…{length - 1}: they join the tail")
+    return min(length, columns)
+
+
+def baseline_config(config: Config) -> Config:
+    """The same training without a teacher, at its own learning rate."""
+    rate = config.train.ce_baseline_learning_rate or config.optimizer.learning_rate
+    return dataclasses.replace(
+        config,
+        loss=dataclasses.replace(config.loss, kl_weight=0.0, ce_weight=1.0),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
+    )
+
+
+def last_heldout(folder: Path) -> dict[str, float]:
+    """The last held-out means that training logged."""
+    records = read_metrics(folder / "metrics.jsonl")
+    last: dict[str, float] = next((r for r in reversed(records) if "heldout_loss" in r), {})
+    return {key: value for key, value in last.items() if key.startswith("heldout_")}
+
+
+def main(config: Config) -> None:
+    """Train as configured; `python -m jax_distill.train` calls this with the command line's."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    mesh = sharding.make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp)
+    sharding.check_rows(mesh, micro_batch_size(config), "train.micro_batch_size")
+    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+    with Run(config, backend="jax") as run:
+        try:
+            distil(config, run, mesh)
+        except Stopped as stopped:
+            say(f"{stopped}; the same command goes on from there")
+
+
+if __name__ == "__main__":
+    run_command(lambda argv: main(load(argv, "jax_distill.train")))

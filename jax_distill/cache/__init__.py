@@ -22,7 +22,15 @@ arrays: its rows serve training with the cross-entropy alone.
 
 from jax_distill.cache.arrays import shard_file
 from jax_distill.cache.manifest import Manifest, refuse_other_store
-from jax_distill.cache.reader import Store
+from jax_distill.cache.reader import Store, vocabulary_conflict
 from jax_distill.cache.writer import Writer, create
 
-__all__ = ["Manifest", "Store", "Writer", "create", "refuse_other_store", "shard_file"]
+__all__ = [
+    "Manifest",
+    "Store",
+    "Writer",
+    "create",
+    "refuse_other_store",
+    "shard_file",
+    "vocabulary_conflict",
+]

@@ -8,7 +8,15 @@ from typing import Any
 from jax_distill.config import Refusal
 
 FORMAT_VERSION = 1
-NOT_IDENTITY = ("counts", "packages", "git_revision")  # told, but not compared
+ROW_ARRAYS = ("tokens", "segment_ids", "positions", "loss_mask")
+TEACHER_ARRAYS = (
+    "teacher_indices",
+    "teacher_count",
+    "teacher_gaps",
+    "teacher_log_z",
+    "teacher_log_tail",
+)
+NOT_IDENTITY = ("counts", "versions", "git_revision")  # told, but not compared
 
 
 def digest(value: Any) -> str:
@@ -20,9 +28,8 @@ def digest(value: Any) -> str:
 class Manifest:
     """What a store is. Two stores of equal identity (all but NOT_IDENTITY) hold the same numbers.
 
-    `data` says where the rows came from (sources with their sha256, the packing's settings).
-    `vocabulary` maps each token to its id; it may be empty when the data are token ids and no
-    tokenizer is there.
+    `data` holds the settings that the rows were made with, `data_fingerprint` stands for the text
+    itself. `vocabulary` maps each token to its id; empty where there was no tokenizer.
     """
 
     sequence_length: int
@@ -35,15 +42,12 @@ class Manifest:
     teacher_dtype: str = ""
     tokenizer_fingerprint: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    data_fingerprint: str = ""
     vocabulary: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    packages: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
     git_revision: str = ""
     format_version: int = FORMAT_VERSION
-
-    @property
-    def data_fingerprint(self) -> str:
-        return digest(self.data)
 
     @property
     def fingerprint(self) -> str:
@@ -55,7 +59,7 @@ class Manifest:
         return {name: value for name, value in values.items() if name not in NOT_IDENTITY}
 
     def to_json(self) -> bytes:
-        values = asdict(self) | {"data_fingerprint": self.data_fingerprint}
+        values = asdict(self)
         by_id = sorted(self.vocabulary.items(), key=lambda item: (item[1], item[0]))
         values["vocabulary"] = dict(by_id)
         return json.dumps(values, indent=1).encode()
@@ -68,7 +72,6 @@ class Manifest:
                 f"expected a store of format version {FORMAT_VERSION}, got "
                 f"{values.get('format_version')}; write it again with this version"
             )
-        values.pop("data_fingerprint", None)
         unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise Refusal(

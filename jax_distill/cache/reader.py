@@ -1,6 +1,6 @@
 """Reading a store: rows by index, logprobs from gaps, and the checks before training."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from jax_distill.cache.arrays import (
     row_count,
     shard_file,
 )
-from jax_distill.cache.manifest import Manifest
-from jax_distill.config import Refusal
+from jax_distill.cache.manifest import ROW_ARRAYS, TEACHER_ARRAYS, Manifest
+from jax_distill.config import Failure, Refusal
 
 
 def _log_sum(logprobs: np.ndarray) -> np.ndarray:
@@ -67,27 +67,15 @@ def keep_first(teacher: dict[str, np.ndarray], top_k: int) -> dict[str, np.ndarr
     }
 
 
-def fold_absent(teacher: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
-    """Ids that a student of `vocab_size` columns lacks leave the K and join the tail; order is
-    kept."""
-    indices, logprobs = teacher["teacher_indices"], teacher["teacher_logprobs"]
-    real = np.arange(indices.shape[-1]) < teacher["teacher_count"][..., None]
-    absent = real & (indices >= vocab_size)
-    if not absent.any():
-        return teacher
-    kept = real & ~absent
-    order = np.argsort(~kept, axis=-1, kind="stable")  # kept entries first
-    minus_inf = np.float32(-np.inf)
-    tail = np.logaddexp(
-        teacher["teacher_log_tail"].astype(np.float64),
-        _log_sum(np.where(absent, logprobs, minus_inf)),
-    )
-    return {
-        "teacher_indices": np.take_along_axis(np.where(kept, indices, np.int32(0)), order, axis=-1),
-        "teacher_logprobs": np.take_along_axis(np.where(kept, logprobs, minus_inf), order, axis=-1),
-        "teacher_log_tail": tail.astype(np.float32),
-        "teacher_count": kept.sum(axis=-1, dtype=np.int32),
-    }
+def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[int, str, str] | None:
+    """(id, our token, the other's) of the smallest id that two tokenizers give to different tokens.
+
+    Only ids that both have are compared: padded heads and tokens added at the end are no conflict.
+    """
+    mine = {i: token for token, i in ours.items()}
+    theirs = {i: token for token, i in other.items()}
+    conflicts = [i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i]]
+    return (min(conflicts), mine[min(conflicts)], theirs[min(conflicts)]) if conflicts else None
 
 
 class Store:
@@ -114,7 +102,8 @@ class Store:
         """Open what is there, finished or not.
 
         Raises:
-            Refusal: no store at this place, a damaged one, or one whose writer was killed early.
+            Refusal: no store at this place.
+            Failure: a damaged one, or one whose writer was killed at its very start.
         """
         folder = open_folder(path)
         text = read_key(folder, "manifest.json")
@@ -127,10 +116,14 @@ class Store:
         try:
             return cls(path, manifest, row_count(folder) or 0, read_commits(folder))
         except ValueError as error:
-            raise Refusal(
+            raise Failure(
                 f"expected a whole store at {path}, got one that does not open: "
                 f"{_one_line(error)}; run the command that wrote it again"
             ) from error
+
+    @property
+    def sequence_length(self) -> int:
+        return self.manifest.sequence_length
 
     @property
     def shards(self) -> int:
@@ -169,19 +162,16 @@ class Store:
             )
 
     def check_vocabulary(self, vocabulary: dict[str, int]) -> None:
-        """Refuse a tokenizer that gives an id another token than the store's tokenizer does.
+        """Refuse a student's tokenizer that gives an id another token than the store's does.
 
-        Only ids that both have are compared: padded heads and tokens added at the end are no
-        conflict. Nothing is compared where one side has no tokenizer.
+        Nothing is compared where one side has no tokenizer.
         """
-        stored = {i: token for token, i in self.manifest.vocabulary.items()}
-        wanted = {i: token for token, i in vocabulary.items()}
-        conflicts = (i for i in stored.keys() & wanted.keys() if stored[i] != wanted[i])
-        first = min(conflicts, default=None)
-        if first is not None:
+        conflict = vocabulary_conflict(self.manifest.vocabulary, vocabulary)
+        if conflict:
+            first, stored, wanted = conflict
             raise Refusal(
-                f"expected the student's tokenizer to give id {first} to {stored[first]!r} as the "
-                f"store at {self.path} does, got {wanted[first]!r}; use the teacher's tokenizer"
+                f"expected the student's tokenizer to give id {first} to {stored!r} as the store "
+                f"at {self.path} does, got {wanted!r}; use the teacher's tokenizer"
             )
 
     def read(
@@ -190,14 +180,14 @@ class Store:
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
-        vocab_size: int | None = None,
+        targets: bool = True,
     ) -> dict[str, np.ndarray]:
         """Rows by index (any order, repeats allowed): a batch as the loss wants it.
 
         Args:
             temperature: τ, among the manifest's.
             top_k: use only the first of the stored K; the rest joins the tail.
-            vocab_size: V of the student; teacher ids beyond it join the tail.
+            targets: False leaves the teacher's arrays on disk.
 
         Returns:
             tokens, labels, segment_ids, positions int32 [B,T]; mask bool [B,T]; and where the store
@@ -207,17 +197,18 @@ class Store:
             are 0.
 
         Raises:
-            Refusal: τ not stored; top_k above the stored K; rows not committed; a damaged shard
-                (its file is named).
+            Refusal: τ not stored; top_k above the stored K; rows not committed.
+            Failure: a damaged shard; its file is named.
         """
-        where = self._temperature_place(temperature)
-        stored_k = self.manifest.top_k
+        stored_k = self.manifest.top_k if targets else 0
+        where = self._temperature_place(temperature) if stored_k else 0
         if top_k is not None and stored_k and not 1 <= top_k <= stored_k:
             raise Refusal(
                 f"expected cache.read_top_k from 1 to the stored {stored_k}, got {top_k}; choose a "
                 f"smaller one, or write a store with cache.top_k {top_k}"
             )
-        raw = self._read_arrays(np.fromiter(rows, np.int64))
+        names = ROW_ARRAYS + TEACHER_ARRAYS if stored_k else ROW_ARRAYS
+        raw = self._read_arrays(np.fromiter(rows, np.int64), names)
         tokens = raw["tokens"]
         # The one place that shifts: position t predicts token t+1.
         labels = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
@@ -243,21 +234,19 @@ class Store:
         }
         if top_k is not None and top_k < stored_k:
             teacher = keep_first(teacher, top_k)
-        if vocab_size is not None and vocab_size < self.manifest.vocab_size:
-            teacher = fold_absent(teacher, vocab_size)
         return batch | teacher
 
     def _temperature_place(self, temperature: float) -> int:
         stored = self.manifest.temperatures
-        if temperature in stored or not stored:
-            return stored.index(temperature) if stored else 0
+        if temperature in stored:
+            return stored.index(temperature)
         raise Refusal(
             f"expected a temperature that the store at {self.path} has ({list(stored)}), got "
             f"{temperature}; set loss.temperature to one of them, or write a store with it in "
             "cache.temperatures"
         )
 
-    def _read_arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def _read_arrays(self, rows: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.rows:
             raise IndexError(
                 f"expected rows from 0 to {self.rows - 1}, got {rows.min()}..{rows.max()}"
@@ -269,10 +258,10 @@ class Store:
                     "run the command that wrote it again"
                 )
         try:
-            reads = {name: array[rows].read() for name, array in self._arrays.items()}
+            reads = {name: self._arrays[name][rows].read() for name in names}
             return {name: read.result() for name, read in reads.items()}
         except ValueError as error:
-            raise Refusal(self._name_damage(rows, str(error))) from error
+            raise Failure(self._name_damage(rows, str(error))) from error
 
     def _name_damage(self, rows: np.ndarray, reason: str) -> str:
         """Which shard file of those a failed read touched is the bad one, and what to do."""

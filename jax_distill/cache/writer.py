@@ -22,19 +22,19 @@ from jax_distill.cache.arrays import (
     shard_file,
 )
 from jax_distill.cache.manifest import Manifest, refuse_other_store
-from jax_distill.config import Refusal
+from jax_distill.config import Failure, Refusal
 
 LARGEST_TOP_K = 65535  # teacher_count is uint16
 
 
 @contextlib.contextmanager
-def _disk_refusals(path: str) -> Iterator[None]:
+def _disk_failures(path: str) -> Iterator[None]:
     """A full or read-only disk is no bug of ours. TensorStore reports both as ValueError."""
     try:
         yield
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise Refusal(
+        raise Failure(
             f"expected to write the store at {path}, got: {reason}; what is committed stays good: "
             "make room and run the same command again"
         ) from error
@@ -107,12 +107,12 @@ class Writer:
         """Write a shard's rows to every array, flush, then commit it. Returns the commit.
 
         Raises:
-            Refusal: the disk does not take it; the shard then does not count.
+            Failure: the disk does not take it; the shard then does not count.
         """
         first = shard * self.manifest.shard_rows
         last = min(first + self.manifest.shard_rows, self.rows) - 1
         self._check(arrays, last - first + 1)
-        with _disk_refusals(self.path):
+        with _disk_failures(self.path):
             writes = [
                 self._arrays[name][first : last + 1].write(arrays[name]) for name in self._arrays
             ]
@@ -166,6 +166,7 @@ def create(path: str, manifest: Manifest, rows: int) -> Writer:
     Raises:
         Refusal: another process writes it; K or the temperatures make no sense; the store that is
             there has another manifest (the first field that differs is named) or row count.
+        Failure: the disk is full or read-only.
     """
     if not 0 <= manifest.top_k <= min(manifest.vocab_size, LARGEST_TOP_K):
         limit = min(manifest.vocab_size, LARGEST_TOP_K)
@@ -183,7 +184,7 @@ def create(path: str, manifest: Manifest, rows: int) -> Writer:
             f"expected rows to store, got {rows} in shards of {manifest.shard_rows}; add data"
         )
     folder = open_folder(path)
-    with _disk_refusals(path):
+    with _disk_failures(path):
         lock = _Lock(path)
         try:
             _claim(folder, path, manifest, rows)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jax_distill.config import Refusal
 from jax_distill.losses.chunked import chunked_sums
-from jax_distill.losses.dense import dense_terms
-from jax_distill.losses.fused import fused_sums
+from jax_distill.losses.definition import dense_terms
+from jax_distill.losses.fused_loop import fused_sums
 from jax_distill.losses.logits import Head
 from jax_distill.losses.objectives import Objective, Targets
 from jax_distill.losses.sums import LossSums, sum_terms
