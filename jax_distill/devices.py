@@ -49,16 +49,12 @@ class Gpu:
 
 def _ampere(name: str, bandwidth: int, memory_bytes: int) -> Gpu:
     shared = (167936, 166912)
-    return Gpu(
-        name, (8, 0), False, 108, 64, 2048, *shared, 41943040, 1.41, bandwidth, memory_bytes
-    )
+    return Gpu(name, (8, 0), False, 108, 64, 2048, *shared, 41943040, 1.41, bandwidth, memory_bytes)
 
 
 def _hopper(name: str, bandwidth: int, memory_bytes: int) -> Gpu:
     shared = (233472, 232448)
-    return Gpu(
-        name, (9, 0), True, 132, 128, 2048, *shared, 52428800, 1.98, bandwidth, memory_bytes
-    )
+    return Gpu(name, (9, 0), True, 132, 128, 2048, *shared, 52428800, 1.98, bandwidth, memory_bytes)
 
 
 def _ada(name: str, cores: int, l2_bytes: int, bandwidth: int, memory_bytes: int) -> Gpu:
@@ -124,7 +120,6 @@ class Memory:
     def peak(self) -> int:
         """Arguments + outputs + temps − what outputs share with donated arguments."""
         return self.arguments + self.outputs + self.temps - self.aliases
-
 
 
 def find_gpu(key: str) -> Gpu:

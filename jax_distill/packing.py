@@ -1,5 +1,9 @@
-"""Documents to rows: first-fit packing, segments, positions and the loss mask. [N,T]: rows, tokens."""
+"""Documents to rows: first-fit packing, segments, positions and the loss mask.
 
+N rows of T positions.
+"""
+
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,12 +70,12 @@ def pack(
     """Lays documents into rows of `sequence_length`.
 
     A document longer than a row is cut into pieces of a row's length, each a segment of its own;
-    nothing of it is lost but the labels at the borders. With `packing` the pieces go, in order, into
-    the first of 64 open rows that has room (grain's first-fit); without it each has its own row.
-    Rows beyond max_rows are cut and counted.
+    nothing of it is lost but the labels at the borders. With `packing` the pieces go, in order,
+    into the first of 64 open rows that has room (grain's first-fit); without it each has its own
+    row. Rows beyond max_rows are cut and counted.
 
     Raises:
-        Refusal: a row of less than 2 tokens, in which nothing can be predicted; or max_rows below 1.
+        Refusal: rows of less than 2 tokens, in which nothing can be predicted; max_rows below 1.
     """
     if sequence_length < 2:
         raise Refusal(f"expected data.sequence_length of at least 2, got {sequence_length}")
@@ -79,8 +83,7 @@ def pack(
         raise Refusal(f"expected data.max_rows of at least 1, got {max_rows}")
     pieces = list(_pieces(documents, sequence_length))
     tokens_in = sum(len(piece.tokens) for piece in pieces)
-    laid = (_first_fit if packing else _one_each)(pieces, sequence_length)
-    arrays = {name: array[:max_rows] for name, array in laid.items()}
+    arrays = (_first_fit if packing else _one_each)(pieces, sequence_length, max_rows)
     targets = arrays.pop("targets")
     segment_ids = arrays["segment_ids"]
     loss_mask = np.zeros(targets.shape, np.uint8)
@@ -107,7 +110,7 @@ def _pieces(documents: Sequence[Document], length: int) -> Iterator[Document]:
             yield Document(tokens[first : first + length], targets[first : first + length])
 
 
-def _first_fit(pieces: list[Document], length: int) -> dict[str, np.ndarray]:
+def _first_fit(pieces: list[Document], length: int, max_rows: int | None) -> dict[str, np.ndarray]:
     if not pieces:
         return _empty(0, length)
     elements = [
@@ -121,7 +124,7 @@ def _first_fit(pieces: list[Document], length: int) -> dict[str, np.ndarray]:
         num_packing_bins=min(_BINS, len(pieces)),
         shuffle_bins=False,
     )
-    rows = list(packed)
+    rows = list(itertools.islice(packed, max_rows))
     names = {
         "tokens": "tokens",
         "segment_ids": "tokens_segment_ids",
@@ -131,7 +134,8 @@ def _first_fit(pieces: list[Document], length: int) -> dict[str, np.ndarray]:
     return {name: np.stack([row[key] for row in rows]) for name, key in names.items()}
 
 
-def _one_each(pieces: list[Document], length: int) -> dict[str, np.ndarray]:
+def _one_each(pieces: list[Document], length: int, max_rows: int | None) -> dict[str, np.ndarray]:
+    pieces = pieces[:max_rows]
     arrays = _empty(len(pieces), length)
     for row, (tokens, targets) in enumerate(pieces):
         count = len(tokens)

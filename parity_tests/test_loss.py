@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import torch
+from ladder import assert_close
 
 import jax_distill.losses
 import torch_ref.losses
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5  # float32, relative
-# Sixty small programs: compiling them well would take longer than running them badly.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 B, T, D, V, K = 2, 13, 16, 211, 7
 
 
@@ -54,7 +54,7 @@ def jax_side(implementation: str, arrays: dict, bias=None, **knobs) -> tuple[dic
     wanted = (0, 1) if bias is None else (0, 1, 2)
     bias = None if bias is None else jnp.asarray(bias)
     step = jax.jit(jax.grad(loss, argnums=wanted, has_aux=True)).lower(hidden, lm_head, bias)
-    gradients, sums = step.compile(compiler_options=QUICK_COMPILE)(hidden, lm_head, bias)
+    gradients, sums = step.compile(compiler_options=tiny.QUICK_COMPILE)(hidden, lm_head, bias)
     return {k: float(v) for k, v in sums._asdict().items()}, [np.asarray(g) for g in gradients]
 
 
@@ -74,12 +74,7 @@ def assert_same(got: tuple[dict, list], expected: tuple[dict, list], rung: str) 
         difference = abs(got[0][name] - value)
         assert difference <= LOSS_TOLERANCE * abs(value), f"{rung}: {name} {got[0][name]} {value}"
     for name, a, b in zip(("d_hidden", "d_lm_head", "d_bias"), got[1], expected[1], strict=False):
-        difference = np.abs(a - b)
-        where = np.unravel_index(difference.argmax(), a.shape)
-        assert difference.max() <= GRADIENT_TOLERANCE * np.abs(b).max(), (
-            f"{rung}: {name} differs by {difference.max():.3g} at {where}, "
-            f"mean {difference.mean():.3g}, largest value {np.abs(b).max():.3g}"
-        )
+        assert_close(rung, name, a, b, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])

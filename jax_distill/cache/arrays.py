@@ -25,6 +25,12 @@ def open_folder(path: str) -> ts.KvStore:
     return ts.KvStore.open(location_of(path)).result()
 
 
+def read_manifest(path: str) -> Manifest | None:
+    """The manifest of the store at `path`; None where no store is."""
+    text = read_key(open_folder(path), "manifest.json")
+    return None if text is None else Manifest.from_json(text)
+
+
 def read_key(folder: ts.KvStore, key: str) -> bytes | None:
     found = folder.read(key).result()
     return found.value if found.state == "value" else None
@@ -45,7 +51,8 @@ def open_array(
     if not create:
         return ts.open(spec, open=True, read=True).result()
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
-    blosc = {"name": "blosc", "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "shuffle"}}
+    settings = {"cname": "zstd", "clevel": 8, "shuffle": "shuffle", "blocksize": 1 << 18}
+    blosc = {"name": "blosc", "configuration": settings}
     # crc32c stands outside blosc: TensorStore rejects it inside.
     sharding = {
         "chunk_shape": [1, _inner_length(manifest.sequence_length), *shape[1:]],

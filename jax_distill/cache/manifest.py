@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jax_distill.config import Refusal
@@ -16,7 +16,8 @@ TEACHER_ARRAYS = (
     "teacher_log_z",
     "teacher_log_tail",
 )
-NOT_IDENTITY = ("counts", "versions", "git_revision")  # told, but not compared
+# Told but not compared; the vocabulary is, by its fingerprint.
+NOT_IDENTITY = ("vocabulary", "counts", "versions", "git_revision")
 
 
 def digest(value: Any) -> str:
@@ -55,11 +56,14 @@ class Manifest:
         return digest(self.identity())
 
     def identity(self) -> dict[str, Any]:
-        values = json.loads(json.dumps(asdict(self)))  # tuples become lists, as in the file
-        return {name: value for name, value in values.items() if name not in NOT_IDENTITY}
+        values = {name: value for name, value in self._values().items() if name not in NOT_IDENTITY}
+        return json.loads(json.dumps(values))  # tuples become lists, as in the file
+
+    def _values(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def to_json(self) -> bytes:
-        values = asdict(self)
+        values = self._values()
         by_id = sorted(self.vocabulary.items(), key=lambda item: (item[1], item[0]))
         values["vocabulary"] = dict(by_id)
         return json.dumps(values, indent=1).encode()

@@ -11,7 +11,7 @@ from jax_distill.cache.arrays import (
     open_array,
     open_folder,
     read_commits,
-    read_key,
+    read_manifest,
     row_count,
     shard_file,
 )
@@ -105,14 +105,13 @@ class Store:
             Refusal: no store at this place.
             Failure: a damaged one, or one whose writer was killed at its very start.
         """
-        folder = open_folder(path)
-        text = read_key(folder, "manifest.json")
-        if text is None:
+        manifest = read_manifest(path)
+        if manifest is None:
             raise Refusal(
                 f"expected a store at {path}, got no manifest.json there; write one with "
                 "python -m jax_distill.teacher --config X.yaml"
             )
-        manifest = Manifest.from_json(text)
+        folder = open_folder(path)
         try:
             return cls(path, manifest, row_count(folder) or 0, read_commits(folder))
         except ValueError as error:

@@ -18,6 +18,7 @@ from jax_distill.cache.arrays import (
     open_folder,
     read_commits,
     read_key,
+    read_manifest,
     row_count,
     shard_file,
 )
@@ -196,11 +197,11 @@ def create(path: str, manifest: Manifest, rows: int) -> Writer:
 
 def _claim(folder: ts.KvStore, path: str, manifest: Manifest, rows: int) -> None:
     """Put the manifest where there is none; else it and the row count must be the same."""
-    text = read_key(folder, "manifest.json")
-    if text is None:
+    stored_manifest = read_manifest(path)
+    if stored_manifest is None:
         folder.write("manifest.json", manifest.to_json()).result()
     else:
-        refuse_other_store(path, Manifest.from_json(text), manifest)
+        refuse_other_store(path, stored_manifest, manifest)
     stored = row_count(folder)
     if stored is not None and stored != rows:
         raise Refusal(

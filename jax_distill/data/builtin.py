@@ -59,11 +59,12 @@ def read_builtin(path: str) -> list[Raw]:
 
 def builtin_versions() -> str:
     """The versions that the text depends on, for the data fingerprint."""
-    return " ".join([f"python {platform.python_version()}"] + [f"{p} {version(p)}" for p in _PACKAGES])
+    packages = [f"{name} {version(name)}" for name in _PACKAGES]
+    return " ".join([f"python {platform.python_version()}", *packages])
 
 
 def gather(pieces: list[str], characters: int) -> list[str]:
-    """Joins pieces with an empty line into texts of at least `characters` (the last may be less)."""
+    """Joins pieces with an empty line to texts of at least `characters`; the last may be less."""
     texts, current, length = [], [], 0
     for piece in pieces:
         current.append(piece)

@@ -1,6 +1,8 @@
 """Chat templates: what a conversation reads like, and which part of it the assistant said."""
 
 import json
+import os.path
+import re
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -57,15 +59,15 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise Refusal(f"expected a chat template that jinja2 reads, got {error}") from None
         self._values = values
-        self._special_tokens = tuple(token for token in special_tokens if token)
+        self._special_tokens = sorted(filter(None, special_tokens), key=len, reverse=True)
 
     def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
         """The conversation's text and the spans of it that the assistant said.
 
         Where the template marks them with `{% generation %}`, those are the spans. Else each
-        assistant turn is what the text of the messages up to it has more than the text of the
-        messages before it with the assistant's header; white space after a closing special token
-        (ChatML's newline) is not the assistant's.
+        assistant turn begins where the text of the messages before it, with the assistant's header,
+        ends, and ends with the special token that closes the text of the messages up to it (so
+        ChatML's newline is not the assistant's), or where that text ends if none does.
 
         Args:
             messages: dicts with `role` and, as the template wants them, `content` and more.
@@ -74,7 +76,7 @@ class ChatTemplate:
             text, and (first, end) character spans into it, in order.
 
         Raises:
-            Refusal: messages of another form, the template rejects them, or its text up to a turn
+            Refusal: messages of another form, the template rejects them, or its text before a turn
                 is no beginning of the whole text, so that the turn cannot be found.
         """
         _check(messages)
@@ -89,15 +91,29 @@ class ChatTemplate:
     def _turn(self, text: str, messages: list[dict[str, Any]], index: int) -> Span:
         before, _ = self._rendered(messages[:index], header=True)
         upto, _ = self._rendered(messages[: index + 1])
-        if not (upto.startswith(before) and text.startswith(upto)):
-            raise Refusal(
-                f"expected the chat template's text up to message {index} to begin its whole text, "
-                f"it does not; mark the assistant's part with {{% generation %}} in the template, "
-                f"or give one assistant turn a conversation"
-            )
+        if self._rendered(messages[:index])[0] == before:  # the template has no header, or always
+            if "assistant" in os.path.commonprefix([before[::-1], upto[::-1]])[::-1].lower():
+                raise Refusal(
+                    "expected a chat template that writes the assistant's header only when "
+                    "add_generation_prompt asks for it, this one always does; wrap that part in "
+                    "{% if add_generation_prompt %}…{% endif %}"
+                )
         bare = upto.rstrip()
-        end = len(bare) if bare.endswith(self._special_tokens) else len(upto)
-        return len(before), max(len(before), end)
+        mark = next((token for token in self._special_tokens if bare.endswith(token)), "")
+        end = -1
+        if text.startswith(upto):
+            end = len(bare) if mark else len(upto)
+        elif mark and index + 1 < len(messages):  # Qwen3 leaves the thoughts of earlier turns out
+            limit = len(self._rendered(messages[: index + 2])[0])
+            found = text.find(mark, len(before), limit)
+            end = found + len(mark) if found >= 0 else -1
+        if not text.startswith(before) or end < len(before):
+            raise Refusal(
+                f"expected the text of the messages before message {index} to begin the whole text "
+                f"of the chat, by this template it does not; mark the assistant's part with "
+                f"{{% generation %}} in the template, or give one assistant turn a conversation"
+            )
+        return len(before), end
 
     def _rendered(self, messages: list[dict[str, Any]], header: bool = False) -> tuple[str, list]:
         try:
@@ -119,15 +135,18 @@ class ChatTemplate:
         return text, spans
 
 
-def _check(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise Refusal(f"expected a list of messages, got {str(messages)[:60]!r}")
+def _check(messages: list[Any]) -> None:
+    if not messages:
+        raise Refusal("expected a list of messages, got an empty one")
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             got = str(message)[:60]
             raise Refusal(f"expected message {index} to have a role and content, got {got!r}")
-    if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_OPEN, _CLOSE)):
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    if _OPEN in text or _CLOSE in text:
         raise Refusal("expected text, got the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+    if re.search("[\ud800-\udfff]", text):
+        raise Refusal("expected Unicode text, got half a surrogate pair; mend the line")
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs) -> str:

@@ -4,16 +4,16 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from importlib.metadata import version
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_distill.config import Refusal, Source
 from jax_distill.data.builtin import builtin_versions
 from jax_distill.data.document import Corpus, Counts, Document, Raw
-from jax_distill.data.readers import read_raw, source_files
+from jax_distill.data.readers import hub_fingerprint, read_raw, source_files
 from jax_distill.data.tokenizer import Tokenizer
 
 _READER_VERSION = 1  # raise it when the same input comes to give other documents
@@ -37,8 +37,8 @@ def read_documents(
     1. Held out are the documents whose content's sha256, read as a number in [0, 1), is below
        `heldout_fraction`: whoever reads the same documents, in whatever order or mixture, agrees. A
        fraction above 0 holds out at least one document and leaves at least one (smallest and
-       largest hash). The order of both parts is another part of the hash: a fixed shuffle, so that
-       the first rows are a fair sample.
+       largest hash). Both parts are in the order of the hashes: a fixed shuffle, so that the first
+       rows are a fair sample.
     2. A paragraph of text (between empty lines) of at least 80 characters, white space aside,
        stands once: in the held-out part if it stands there at all. Repetitions are dropped and
        counted. Chat and token documents are left as they are.
@@ -58,27 +58,26 @@ def read_documents(
             nothing to train on.
     """
     sources = _sources(path)
-    keyed = _read(sources, format, tokenizer.eos_id)
-    train, heldout = _hold_out(keyed, heldout_fraction)
     lost: Counter[str] = Counter()
-    heldout, train = _drop_repeated([heldout, train], lost)
-    parts = []
-    for part in (train, heldout):
-        documents = _tokenise([item.raw for item in part], tokenizer, lost)
-        parts.append(_mix(documents, [item.source for item in part], sources, lost))
-    if not any(len(document.tokens) > 1 for document in parts[0]):
+    parts = _read(sources, format, heldout_fraction, tokenizer.eos_id, lost)
+    documents = [_tokenise([item.raw for item in part], tokenizer, lost) for part in parts]
+    if sources[0].weight is not None:
+        owners = [np.array([item.source for item in part], np.int64) for part in parts]
+        used = _used_fractions(documents[0], owners[0], sources)
+        documents = [_use(*pair, used, lost) for pair in zip(documents, owners, strict=True)]
+    train, heldout = documents
+    if not any(document.targets[1:].any() for document in train):
         raise Refusal(f"expected text to train on in {_names(sources)}, got none; add documents")
-    both = parts[0] + parts[1]
     counts = Counts(
-        documents=len(parts[0]),
-        tokens=sum(len(document.tokens) for document in parts[0]),
-        heldout_documents=len(parts[1]),
-        heldout_tokens=sum(len(document.tokens) for document in parts[1]),
-        target_tokens=sum(int(document.targets.sum()) for document in both),
-        untargeted_documents=sum(not document.targets.any() for document in both),
+        documents=len(train),
+        tokens=sum(len(document.tokens) for document in train),
+        heldout_documents=len(heldout),
+        heldout_tokens=sum(len(document.tokens) for document in heldout),
+        target_tokens=sum(int(document.targets.sum()) for document in train + heldout),
+        untargeted_documents=sum(not document.targets.any() for document in train + heldout),
         **lost,
     )
-    return Corpus(parts[0], parts[1], counts)
+    return Corpus(train, heldout, counts)
 
 
 def read_texts(path: Path_, *, format: str = "auto", heldout_fraction: float) -> list[str]:
@@ -87,44 +86,47 @@ def read_texts(path: Path_, *, format: str = "auto", heldout_fraction: float) ->
     Raises:
         Refusal: as `read_documents`; or the sources are not text.
     """
-    train, heldout = _hold_out(_read(_sources(path), format, None), heldout_fraction)
-    _, train = _drop_repeated([heldout, train], Counter())
+    sources = _sources(path)
+    train, _ = _read(sources, format, heldout_fraction, None, Counter())
     texts = [item.raw.content for item in train if isinstance(item.raw.content, str)]
     if not texts:
-        raise Refusal(f"expected text to train a tokenizer on, got none in {path}; name a tokenizer")
+        raise Refusal(
+            f"expected text to train a tokenizer on in {_names(sources)}, got none; "
+            f"set data.tokenizer to a folder"
+        )
     return texts
 
 
 def fingerprint(
-    path: Path_,
-    *,
-    format: str,
-    heldout_fraction: float,
-    sequence_length: int,
-    packing: bool,
-    max_rows: int | None,
-    tokenizer: Tokenizer,
+    path: Path_, *, format: str, tokenizer: Tokenizer, settings: Mapping[str, Any]
 ) -> str:
-    """sha256 of all that decides a store's rows: the sources' bytes and the settings.
+    """sha256 of what decides a store's rows: the sources' bytes, the tokenizer, the settings.
 
-    Built-in text goes in as the versions it is made from, a hub data set as its name and the
-    version of `datasets`. Reading a few GB takes seconds.
+    Where the sources lie is no part of it, nor are the files' names. Built-in text goes in as the
+    versions that it is made from, a hub data set as its name and its files' revision. A GB takes
+    about a second.
+
+    Args:
+        settings: the rest, as JSON values: heldout_fraction, sequence_length, packing, max_rows, …
+
+    Raises:
+        Refusal: a source is not there.
     """
-    digest = hashlib.sha256()
-    settings = [_READER_VERSION, format, heldout_fraction, sequence_length, packing, max_rows]
-    digest.update(json.dumps([*settings, tokenizer.files_hash]).encode())
+    facts: list[Any] = [_READER_VERSION, format, tokenizer.files_hash, dict(settings)]
     for source in _sources(path):
-        weight = None if source.weight is None else float(source.weight)
-        digest.update(json.dumps(["source", weight]).encode())
+        facts.append(source.weight if source.weight is None else float(source.weight))
         if source.path.startswith("builtin:"):
-            digest.update(f"{source.path} {builtin_versions()}".encode())
+            facts.append([source.path, builtin_versions()])
         elif format == "hub":
-            digest.update(f"{source.path} datasets {version('datasets')}".encode())
+            facts.append([source.path, hub_fingerprint(source.path)])
         else:
-            for file in source_files(source.path):
-                with file.open("rb") as stream:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()
+            facts.append([_file_hash(file) for file in source_files(source.path)])
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _file_hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sources(path: Path_) -> list[Source]:
@@ -144,18 +146,32 @@ def _names(sources: list[Source]) -> str:
     return ", ".join(source.path for source in sources)
 
 
-def _read(sources: list[Source], format: str, eos_id: int | None) -> list[_Keyed]:
-    return [
-        _Keyed(_digest(raw), index, raw)
-        for index, source in enumerate(sources)
-        for raw in read_raw(source.path, format=format, eos_id=eos_id)
-    ]
+def _read(
+    sources: list[Source], format: str, fraction: float, eos_id: int | None, lost: Counter[str]
+) -> tuple[list[_Keyed], list[_Keyed]]:
+    """(train, heldout), without empty documents and repeated paragraphs."""
+    keyed = []
+    for index, source in enumerate(sources):
+        for raw in read_raw(source.path, format=format, eos_id=eos_id):
+            if len(raw.content) == 0 or isinstance(raw.content, str) and raw.content.isspace():
+                lost["empty_documents"] += 1
+            else:
+                keyed.append(_Keyed(_digest(raw), index, raw))
+    train, heldout = _hold_out(keyed, fraction)
+    heldout, train = _drop_repeated([heldout, train], lost)
+    return train, heldout
 
 
 def _digest(raw: Raw) -> bytes:
     """sha256 of the content alone: not of its place, not of how a tokenizer cuts it."""
     if isinstance(raw.content, str):
-        data = raw.content.encode("utf-8", "surrogatepass")
+        try:
+            data = raw.content.encode()
+        except UnicodeEncodeError as error:
+            bad = f"{ord(raw.content[error.start]):#x} at character {error.start}"
+            raise Refusal(
+                f"{raw.where}: expected Unicode text, got half a pair {bad}; mend the line"
+            ) from None
     elif isinstance(raw.content, np.ndarray):
         data = raw.content.astype("<i4").tobytes()
     else:
@@ -164,7 +180,7 @@ def _digest(raw: Raw) -> bytes:
 
 
 def _hold_out(keyed: list[_Keyed], fraction: float) -> tuple[list[_Keyed], list[_Keyed]]:
-    """(train, heldout): bytes 0–7 of the hash choose the part, the others the order in it."""
+    """(train, heldout), each by hash: held out are those whose first 8 bytes are below fraction."""
     if not 0 <= fraction < 1:
         raise Refusal(f"expected data.heldout_fraction in [0, 1), got {fraction}")
     by_hash = sorted(keyed, key=lambda item: item.digest)
@@ -177,9 +193,7 @@ def _hold_out(keyed: list[_Keyed], fraction: float) -> tuple[list[_Keyed], list[
                 f"give more documents, or set data.heldout_fraction: 0"
             )
         count = min(max(count, _run(by_hash)), len(by_hash) - _run(by_hash[::-1]))
-    parts = by_hash[count:], by_hash[:count]
-    train, heldout = (sorted(part, key=lambda item: item.digest[8:]) for part in parts)
-    return train, heldout
+    return by_hash[count:], by_hash[:count]
 
 
 def _run(keyed: list[_Keyed]) -> int:
@@ -191,20 +205,16 @@ def _run(keyed: list[_Keyed]) -> int:
 def _drop_repeated(parts: list[list[_Keyed]], lost: Counter[str]) -> list[list[_Keyed]]:
     """Earlier parts keep their paragraphs; later documents, and later parts, lose repetitions."""
     seen: set[bytes] = set()
-    kept = []
+    kept: list[list[_Keyed]] = []
     for part in parts:
         kept.append([])
         for item in part:
-            content = item.raw.content
-            if len(content) == 0:
-                lost["empty_documents"] += 1
-                continue
-            if isinstance(content, str):
-                text = _without_repeated(content, seen, lost)
-                if not text.strip():
-                    lost["emptied_documents" if content.strip() else "empty_documents"] += 1
-                    continue
+            if isinstance(item.raw.content, str):
+                text = _without_repeated(item.raw.content, seen, lost)
                 item = item._replace(raw=item.raw._replace(content=text))
+                if not text.strip():
+                    lost["emptied_documents"] += 1
+                    continue
             kept[-1].append(item)
     return kept
 
@@ -216,14 +226,14 @@ def _without_repeated(text: str, seen: set[bytes], lost: Counter[str]) -> str:
     for index in range(0, len(pieces), 2):
         words = " ".join(pieces[index].split())
         if len(words) >= _PARAGRAPH_CHARACTERS:
-            key = hashlib.blake2b(words.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            key = hashlib.blake2b(words.encode(), digest_size=16).digest()
             if key in seen:
                 lost["repeated_paragraphs"] += 1
                 lost["repeated_characters"] += len(pieces[index])
                 continue
             seen.add(key)
         kept.append("".join(pieces[index : index + 2]))
-    return "".join(kept) if len(kept) * 2 < len(pieces) else text
+    return "".join(kept).strip("\n") if len(kept) * 2 < len(pieces) else text
 
 
 def _tokenise(raws: list[Raw], tokenizer: Tokenizer, lost: Counter[str]) -> list[Document]:
@@ -273,24 +283,33 @@ def _chat_document(raw: Raw, tokenizer: Tokenizer) -> Document:
         raise Refusal(f"{raw.where}: {refusal}") from None
 
 
-def _mix(
-    documents: list[Document], source_of: list[int], sources: list[Source], lost: Counter[str]
-) -> list[Document]:
-    """Takes of each source, in order, documents up to its share of the tokens."""
-    if sources[0].weight is None:
-        return documents
+def _used_fractions(
+    documents: list[Document], owner: np.ndarray, sources: list[Source]
+) -> np.ndarray:
+    """Per source, the fraction of its tokens to use; 1 where it runs out first."""
     lengths = np.array([len(document.tokens) for document in documents], np.int64)
-    owner = np.array(source_of, np.int64)
-    weights = np.array([source.weight for source in sources], np.float64)
     totals = np.bincount(owner, lengths, minlength=len(sources))
-    if len(documents) == 0:
-        return documents
-    shares = weights * (totals / weights).min()
+    for source, total in zip(sources, totals, strict=True):
+        if total == 0:
+            raise Refusal(
+                f"expected documents in {source.path} to give it weight {source.weight}, got none "
+                f"to train on; add documents or leave the source out"
+            )
+    weights = np.array([source.weight for source in sources], np.float64)
+    supply = totals / weights
+    return supply.min() / supply
+
+
+def _use(
+    documents: list[Document], owner: np.ndarray, used: np.ndarray, lost: Counter[str]
+) -> list[Document]:
+    """Of each source its first documents, until its used fraction of the tokens is reached."""
+    lengths = np.array([len(document.tokens) for document in documents], np.int64)
     keep = np.zeros(len(documents), bool)
-    for index in range(len(sources)):
+    for index, fraction in enumerate(used):
         mine = np.flatnonzero(owner == index)
         before = np.cumsum(lengths[mine]) - lengths[mine]
-        keep[mine] = before < shares[index] - 0.5
+        keep[mine] = before < fraction * lengths[mine].sum() - 0.5
     lost["left_out_documents"] += int((~keep).sum())
     lost["left_out_tokens"] += int(lengths[~keep].sum())
     return [document for document, kept in zip(documents, keep, strict=True) if kept]

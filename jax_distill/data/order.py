@@ -9,11 +9,11 @@ _MASK = (1 << 64) - 1
 def row_indices(step: int, *, batch_size: int, num_rows: int, seed: int) -> np.ndarray:
     """The rows of optimizer step `step`, in the order of a seeded permutation per epoch.
 
-    The stream of rows is epoch 0's permutation of range(num_rows), then epoch 1's, and so on; step s
-    takes its entries s·batch_size … (s+1)·batch_size − 1. An epoch's border may fall inside a batch.
-    The permutation is a Feistel network over the smallest even number of bits that holds num_rows,
-    keyed by (seed, epoch), walked until the value lies in range (Black & Rogaway 2002, "Ciphers with
-    arbitrary finite domains"). Integer arithmetic alone: the same on every platform, for ever.
+    The stream of rows is epoch 0's permutation of range(num_rows), then epoch 1's, and so on; step
+    s takes its entries s·batch_size … (s+1)·batch_size − 1, so an epoch may end inside a batch. The
+    permutation is a Feistel network over the smallest even number of bits that holds num_rows,
+    keyed by (seed, epoch), walked until the value lies in range (Black & Rogaway 2002, "Ciphers
+    with arbitrary finite domains"). Integer arithmetic alone: the same everywhere, for ever.
 
     Args:
         step: optimizer step, from 0.

@@ -2,18 +2,18 @@
 
 | format | what is a document |
 |---|---|
-| text | a folder: each file below it; a single file: runs of paragraphs of about 20,000 characters |
+| text | a folder: each file in it; one file: runs of paragraphs of about 20,000 characters |
 | jsonl | each line's `text` |
 | chat | each line's `messages`: a list of {role, content} |
-| tokens | each line's `tokens` (and `targets`, 0 or 1 each, if given); a row of a 2-D .npy array; a \
-run of a 1-D array up to and including EOS |
+| tokens | each line's `tokens` (beside them, if given, `targets`: 0 or 1 each) |
+| tokens, .npy | a row of a 2-D array; a run of a 1-D array up to and including EOS |
 | hub | each row of the data set's `messages`, `text` or `tokens` column |
 
 Text is UTF-8, a leading BOM and CRLF line ends are taken away. Empty lines of JSONL are skipped.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def read_raw(path: str, *, format: str, eos_id: int | None = None) -> list[Raw]:
         path: file, folder (its files, recursively, hidden ones aside), `builtin:…` or, with format
             hub, `owner/name`, `owner/name:config` or `owner/name:config:split` (default: train;
             slices such as `train[:1%]` are the hub's own).
-        format: one of `FORMATS`. `auto`: .npy is tokens; .jsonl/.ndjson/.json goes by the keys of
-            the first line; anything else is text.
+        format: one of `FORMATS`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson and .json go
+            by the keys of their first line; anything else is text.
         eos_id: ends the documents of a 1-D token array.
 
     Raises:
@@ -52,7 +52,7 @@ def read_raw(path: str, *, format: str, eos_id: int | None = None) -> list[Raw]:
     root = Path(find_path(path))
     for file in source_files(path):
         kind = _detect(file) if format == "auto" else format
-        if file.suffix == ".npy":
+        if kind == "tokens" and file.suffix == ".npy":
             raws += _token_array(file, eos_id)
         elif kind == "text":
             raws += _text(file, whole=root.is_dir())
@@ -87,7 +87,7 @@ def source_files(path: str) -> list[Path]:
 
 def _detect(file: Path) -> str:
     if file.suffix not in (".jsonl", ".ndjson", ".json"):
-        return "text"
+        return "tokens" if file.suffix == ".npy" else "text"
     for number, line in _numbered_lines(file):
         row = _row(file, number, line)
         for kind, key in (("chat", "messages"), ("jsonl", "text"), ("tokens", "tokens")):
@@ -166,27 +166,36 @@ def _content(row: dict[str, Any], key: str, where: str) -> Raw:
     value = row[key]
     if key == "text" and not isinstance(value, str):
         raise Refusal(f"{where}: expected text to be a string, got {value!r:.40}; mend the line")
+    if key == "messages" and not isinstance(value, list):
+        raise Refusal(f"{where}: expected messages to be a list, got {value!r:.40}; mend the line")
     if key == "tokens":
         tokens = _token_ids(value, where)
-        targets = row.get("targets")
-        if targets is not None:
-            targets = np.asarray(targets).astype(bool)
-            if targets.shape != tokens.shape:
-                got = f"{targets.shape} beside {tokens.shape}"
-                raise Refusal(f"{where}: expected as many targets as tokens, got {got}")
-        return Raw(tokens, where, targets)
+        if row.get("targets") is None:
+            return Raw(tokens, where)
+        targets = _token_ids(row["targets"], where)
+        if targets.shape != tokens.shape or targets.max(initial=0) > 1:
+            raise Refusal(
+                f"{where}: expected targets of 0 or 1, one for each of {len(tokens)} tokens, "
+                f"got {len(targets)} up to {targets.max(initial=0)}; mend the line"
+            )
+        return Raw(tokens, where, targets.astype(bool))
     return Raw(value, where)
 
 
 def _token_ids(value: Any, where: str) -> np.ndarray:
-    tokens = np.asarray(value if len(value) else [], None if len(value) else np.int32)
+    try:
+        tokens = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        tokens = np.empty(0)
+    if isinstance(value, list) and not value:
+        return np.empty(0, np.int32)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise Refusal(f"{where}: expected a list of token ids, got {value!r:.40}; mend the line")
+        raise Refusal(f"{where}: expected a list of whole numbers, got {value!r:.40}; mend it")
     if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**31):
         bad = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
         raise Refusal(
             f"{where}: expected ids from 0 up, got {tokens[bad]} at position {bad}; "
-            f"pad with nothing, the packer pads"
+            f"leave padding out, the packer pads"
         )
     return tokens.astype(np.int32)
 
@@ -197,7 +206,8 @@ def _token_array(file: Path, eos_id: int | None) -> list[Raw]:
     except (ValueError, OSError, EOFError) as error:
         raise Refusal(f"{file}: expected a .npy array, got {error}; save it anew") from None
     if array.ndim == 2:
-        return [Raw(_token_ids(row, f"{file} row {i}"), f"{file} row {i}") for i, row in enumerate(array)]
+        rows = ((f"{file} row {index}", row) for index, row in enumerate(array))
+        return [Raw(_token_ids(row, where), where) for where, row in rows]
     if array.ndim != 1:
         raise Refusal(f"{file}: expected a 1-D or 2-D array of token ids, got {array.ndim} axes")
     tokens = _token_ids(array, str(file))
@@ -208,7 +218,23 @@ def _token_array(file: Path, eos_id: int | None) -> list[Raw]:
     return [Raw(piece, f"{file} document {number}") for number, piece in enumerate(pieces, 1)]
 
 
+def hub_fingerprint(path: str) -> str:
+    """What `datasets` keeps a data set apart by: its name, split and the revision of its files."""
+    return str(_hub_rows(path)._fingerprint)
+
+
 def _hub(path: str) -> Iterator[Raw]:
+    for index, row in enumerate(_hub_rows(path)):
+        key = next((key for key in ("messages", "text", "tokens") if key in row), None)
+        if key is None:
+            raise Refusal(
+                f"{path} row {index}: expected the column messages, text or tokens, "
+                f"got {', '.join(row)}; rename it and give it as JSONL"
+            )
+        yield _content(row, key, f"{path} row {index}")
+
+
+def _hub_rows(path: str) -> Any:
     try:
         import datasets
     except ImportError:
@@ -218,15 +244,9 @@ def _hub(path: str) -> Iterator[Raw]:
         ) from None
     name, config, split = (path.split(":", 2) + ["", ""])[:3]
     try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train")
+        return datasets.load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # many kinds: no network, no such set, no such split
         reason = " ".join(str(error).split())[:200]
-        raise Refusal(f"expected the hub data set {path}, got: {reason}") from None
-    for index, row in enumerate(rows):
-        key = next((key for key in ("messages", "text", "tokens") if key in row), None)
-        if key is None:
-            raise Refusal(
-                f"{path} row {index}: expected the column messages, text or tokens, "
-                f"got {', '.join(row)}; rename it and give it as JSONL"
-            )
-        yield _content(row, key, f"{path} row {index}")
+        raise Refusal(
+            f"expected the hub data set {path}, got: {reason}; check its name and the network"
+        ) from None

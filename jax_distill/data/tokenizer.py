@@ -36,10 +36,8 @@ class Tokenizer:
         core.no_padding()
         self.vocab: dict[str, int] = core.get_vocab(with_added_tokens=True)
         self.length = 1 + max(self.vocab.values(), default=-1)
-        names = {name: _special(settings, name) for name in ("bos_token", "eos_token")}
-        self.bos_id, self.eos_id = (
-            self._id(names[name], f"{folder}: {name}") for name in ("bos_token", "eos_token")
-        )
+        self.bos_id = self._special_id(settings, "bos_token")
+        self.eos_id = self._special_id(settings, "eos_token")
         begin = core.encode("", add_special_tokens=True).ids
         adds = settings.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (
@@ -47,7 +45,7 @@ class Tokenizer:
         )
         self._chat_source = _chat_source(folder, settings)
         self._chat_values = {
-            key: value["content"] if isinstance(value, dict) else value
+            key: _content(value)
             for key, value in settings.items()
             if key.endswith("_token") and isinstance(value, str | dict)
         }
@@ -59,7 +57,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Reads a folder (or a tokenizer.json in one).
 
-        Special tokens come from tokenizer_config.json, else special_tokens_map.json.
+        BOS and EOS come from tokenizer_config.json, else special_tokens_map.json, else config.json.
 
         Raises:
             Refusal: no tokenizer.json there, or a file that does not parse.
@@ -76,7 +74,11 @@ class Tokenizer:
             core = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise Refusal(f"{file}: expected a tokenizer, got {error}; save it anew") from None
-        settings = _read_json(folder / "special_tokens_map.json")
+        config = _read_json(folder / "config.json")
+        settings: dict[str, Any] = {
+            key: config.get(key) for key in ("bos_token_id", "eos_token_id")
+        }
+        settings.update(_read_json(folder / "special_tokens_map.json"))
         settings.update(_read_json(folder / "tokenizer_config.json"))
         return cls(folder, core, settings)
 
@@ -93,13 +95,8 @@ class Tokenizer:
         """The text of token ids, special tokens shown."""
         return self._core.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
-    @functools.cached_property
-    def has_chat_template(self) -> bool:
-        """Whether the folder brings a chat template."""
-        return self._chat_source is not None
-
     def chat(self, messages: list[dict[str, Any]]) -> Document:
-        """A conversation in the folder's own chat template; only what the assistant said is a target.
+        """A conversation in the folder's own chat template; what the assistant said is a target.
 
         A token is a target when it begins inside an assistant turn: its content and the mark that
         ends it, not its header. BOS and EOS are the template's own business, none is added.
@@ -120,8 +117,8 @@ class Tokenizer:
     def _template(self) -> ChatTemplate:
         if self._chat_source is None:
             raise Refusal(
-                f"{self.folder}: expected a chat template, got none; put chat_template.jinja beside "
-                f"tokenizer.json, or use a tokenizer that has one"
+                f"{self.folder}: expected a chat template, got none; put chat_template.jinja "
+                f"beside tokenizer.json, or use a tokenizer that has one"
             )
         return ChatTemplate(
             self._chat_source, values=self._chat_values, special_tokens=self._special_tokens
@@ -138,11 +135,17 @@ class Tokenizer:
         digest.update(repr((self.bos_id, self.eos_id, self.adds_bos, self._chat_source)).encode())
         return digest.hexdigest()
 
-    def _id(self, token: str | None, where: str) -> int | None:
+    def _special_id(self, settings: dict[str, Any], name: str) -> int | None:
+        token = _content(settings.get(name))
         if token is None:
-            return None
+            ids = settings.get(f"{name}_id")  # one, several or none
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            return first if isinstance(first, int) else None
         if token not in self.vocab:
-            raise Refusal(f"{where}: expected a token of tokenizer.json, got {token!r}")
+            raise Refusal(
+                f"{self.folder}: expected {name} to be a token of tokenizer.json, got {token!r}; "
+                f"mend tokenizer_config.json"
+            )
         return self.vocab[token]
 
 
@@ -192,9 +195,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise Refusal(f"{file}: expected a JSON object, got {error}; mend the file") from None
 
 
-def _special(settings: dict[str, Any], name: str) -> str | None:
+def _content(value: Any) -> Any:
     """A special token stands as a string, or as an object with `content`."""
-    value = settings.get(name)
     return value.get("content") if isinstance(value, dict) else value
 
 

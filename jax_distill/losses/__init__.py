@@ -6,8 +6,10 @@ from jax_distill.losses.interface import (
     forward_chunked,
     fused,
     fused_chunked,
+    kl_and_grads,
     loss_sums,
 )
+from jax_distill.losses.layout import Layout
 from jax_distill.losses.objectives import DIVERGENCES, LOG_FLOOR, TAILS, Objective
 from jax_distill.losses.sums import LossSums
 
@@ -16,11 +18,13 @@ __all__ = [
     "IMPLEMENTATIONS",
     "LOG_FLOOR",
     "TAILS",
+    "Layout",
     "LossSums",
     "Objective",
     "dense",
     "forward_chunked",
     "fused",
     "fused_chunked",
+    "kl_and_grads",
     "loss_sums",
 ]

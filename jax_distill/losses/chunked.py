@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_distill.losses.chunks import split_chunks, take_rows, valid_first_order
 from jax_distill.losses.logits import Head, project
 from jax_distill.losses.objectives import Objective, Targets, clean
 from jax_distill.losses.rule import chunk_terms
@@ -20,12 +21,14 @@ def chunked_sums(
     head: Head,
     objective: Objective,
     chunk_size: int,
+    valid_first: bool,
     recompute: bool,
 ) -> LossSums:
     """`lax.scan` over chunks of C positions, B whole; `recompute` wraps a chunk in checkpoint.
 
     Without it the scan stacks what the backward needs: the fp32 logits, [B,T,V] in all. The last
-    chunk is filled up with masked positions.
+    chunk is filled up with masked positions. `valid_first` sorts a copy of the inputs, and a chunk
+    with nothing valid is skipped.
     """
     # The head's gradient is summed over the chunks in fp32: see `project`.
     wide = lm_head.astype(jnp.float32)
@@ -41,18 +44,20 @@ def chunked_sums(
     if recompute:
         chunk = jax.checkpoint(chunk, prevent_cse=False)
 
+    def skip(*_):
+        return zero_sums()
+
     def step(sums, inputs):
-        return add_sums(sums, chunk(inputs[0], wide, inputs[1])), None
+        hidden, targets = inputs
+        if not valid_first:
+            return add_sums(sums, chunk(hidden, wide, targets)), None
+        some = jnp.any(targets.mask)
+        return add_sums(sums, jax.lax.cond(some, chunk, skip, hidden, wide, targets)), None
 
+    inputs = (hidden, targets)
+    if valid_first:
+        order = valid_first_order(targets.mask)
+        inputs = jax.tree.map(lambda x: take_rows(x, order), inputs)
     split = partial(split_chunks, chunk_size=min(chunk_size, hidden.shape[1]))
-    chunks = (split(hidden), jax.tree.map(split, targets))
+    chunks = jax.tree.map(split, inputs)
     return jax.lax.scan(step, zero_sums(), chunks)[0]
-
-
-def split_chunks(x: jax.Array, *, chunk_size: int) -> jax.Array:
-    """[B,T,..] → [n,B,C,..], zeros (mask False) after the end."""
-    rows, positions, *shape = x.shape
-    missing = -positions % chunk_size
-    if missing:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * len(shape))
-    return jnp.moveaxis(x.reshape(rows, -1, chunk_size, *shape), 1, 0)

@@ -6,7 +6,6 @@ written once in the inputs' dtype, two products. It holds one chunk of each. A c
 written over the chunk of hidden it came from, and the head's gradient is summed in fp32.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jax_distill.losses.chunks import Chunk, valid_first_order
+from jax_distill.losses.layout import Layout
 from jax_distill.losses.logits import Head, fp32_product, head_gradient, hidden_gradient
 from jax_distill.losses.objectives import Columns, Objective, Targets, Terms, clean
 from jax_distill.losses.rule import (
@@ -25,44 +26,6 @@ from jax_distill.losses.rule import (
     terms_and_gradients,
 )
 from jax_distill.losses.sums import LossSums, add_sums, sum_terms, zero_sums
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Positions of one turn of the loop: C neighbours, or C rows of `order` [B,T].
-
-    The last chunk starts early enough to be whole; what came before it already is not `fresh`.
-    """
-
-    index: jax.Array
-    size: int
-    positions: int
-    order: jax.Array | None
-
-    @property
-    def start(self) -> jax.Array:
-        return jnp.minimum(self.index * self.size, self.positions - self.size)
-
-    @property
-    def fresh(self) -> jax.Array:
-        """bool [C]: not seen by an earlier turn."""
-        return self.start + jnp.arange(self.size, dtype=jnp.int32) >= self.index * self.size
-
-    def take(self, x: jax.Array) -> jax.Array:
-        """[B,C,..] of x [B,T,..]."""
-        if self.order is None:
-            return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis=1)
-        return jax.vmap(lambda row, chosen: row[chosen])(x, self._chosen())
-
-    def put(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [B,T,..] with this chunk's place taken by part [B,C,..]."""
-        if self.order is None:
-            return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, axis=1)
-        write = jax.vmap(lambda row, chosen, new: row.at[chosen].set(new, unique_indices=True))
-        return write(x, self._chosen(), part)
-
-    def _chosen(self) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(self.order, self.start, self.size, axis=1)
 
 
 class Wanted(NamedTuple):
@@ -137,7 +100,7 @@ def run_chunks(
     size = min(chunk_size, positions)
     narrow_head = lm_head.astype(hidden.dtype)
     if valid_first:
-        order = jnp.argsort(~targets.mask, axis=1, stable=True).astype(jnp.int32)
+        order = valid_first_order(targets.mask)
         longest = jnp.max(jnp.sum(targets.mask, axis=1, dtype=jnp.int32))
         count = -(-longest // jnp.int32(size))
     else:
@@ -151,7 +114,9 @@ def run_chunks(
         raw = chunk.take(carry.hidden if wanted.hidden else hidden)
         rows = jnp.where(columns.mask[..., None], raw, jnp.zeros((), raw.dtype))
         z = head.finish(fp32_product(rows, narrow_head), bias)
-        reading, terms, gradients = read_chunk(z, columns, head=head, objective=objective, axis=axis)
+        reading, terms, gradients = read_chunk(
+            z, columns, head=head, objective=objective, axis=axis
+        )
         sums = add_sums(carry.sums, sum_terms(terms, columns.mask))
         carry = carry._replace(sums=sums)
         if not any(wanted):
@@ -163,9 +128,9 @@ def run_chunks(
                 d_rows = jax.lax.psum(d_rows, axis)
             d_rows = jnp.where(chunk.fresh[None, :, None], d_rows.astype(rows.dtype), raw)
             carry = carry._replace(hidden=chunk.put(carry.hidden, d_rows))
-        if wanted.lm_head:
+        if carry.d_lm_head is not None:
             carry = carry._replace(d_lm_head=carry.d_lm_head + head_gradient(dlogits, rows))
-        if wanted.bias:
+        if carry.d_bias is not None:
             d_bias = jnp.sum(dlogits, axis=(0, 1), dtype=jnp.float32)
             carry = carry._replace(d_bias=carry.d_bias + d_bias)
         return carry
@@ -183,7 +148,7 @@ def run_chunks(
     return end
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
 def fused_sums(
     hidden: jax.Array,
     lm_head: jax.Array,
@@ -193,53 +158,53 @@ def fused_sums(
     objective: Objective,
     chunk_size: int,
     valid_first: bool,
+    layout: Layout | None,
 ) -> LossSums:
     """The sums; where nothing is differentiated only the forward runs."""
-    nothing = Wanted(False, False, False)
-    return run_chunks(
-        hidden,
-        lm_head,
-        bias,
-        targets,
-        head=head,
-        objective=objective,
-        chunk_size=chunk_size,
-        valid_first=valid_first,
-        wanted=nothing,
-    ).sums
+    loop = _loop(Wanted(False, False, False), head, objective, chunk_size, valid_first, layout)
+    return loop(hidden, lm_head, bias, targets)[0]
 
 
-def _fused_forward(hidden, lm_head, bias, targets, head, objective, chunk_size, valid_first):
+def _loop(wanted, head, objective, chunk_size, valid_first, layout):
+    """run_chunks with everything but the arrays filled in: → sums, d_hidden, d_lm_head, d_bias."""
+
+    def loop(hidden, lm_head, bias, targets, axis=None):
+        end = run_chunks(
+            hidden,
+            lm_head,
+            bias,
+            targets,
+            head=head,
+            objective=objective,
+            chunk_size=chunk_size,
+            valid_first=valid_first,
+            wanted=wanted,
+            axis=axis,
+        )
+        return end._replace(hidden=end.hidden if wanted.hidden else None)
+
+    return loop if layout is None else layout.split(loop)
+
+
+def _fused_forward(hidden, lm_head, bias, targets, *static):
     # `perturbed` says which inputs are being differentiated: a frozen head makes no gradient.
     wanted = Wanted(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
-    end = run_chunks(
-        hidden.value,
-        lm_head.value,
-        None if bias is None else bias.value,
-        jax.tree.map(lambda leaf: leaf.value, targets),
-        head=head,
-        objective=objective,
-        chunk_size=chunk_size,
-        valid_first=valid_first,
-        wanted=wanted,
-    )
-    d_hidden = end.hidden if wanted.hidden else None
-    dtypes = [None if x is None else jnp.zeros((0,), x.value.dtype) for x in (lm_head, bias)]
-    return end.sums, (d_hidden, end.d_lm_head, end.d_bias, *dtypes)
+    values = jax.tree.map(lambda leaf: leaf.value, (hidden, lm_head, bias, targets))
+    sums, *gradients = _loop(wanted, *static)(*values)
+    dtypes = [None if x is None else jnp.zeros((0,), x.dtype) for x in values[:3]]
+    return sums, (gradients, dtypes)
 
 
-def _fused_backward(head, objective, chunk_size, valid_first, saved, cotangent):
-    d_hidden, d_lm_head, d_bias, lm_head, bias = saved
+def _fused_backward(head, objective, chunk_size, valid_first, layout, saved, cotangent):
+    gradients, dtypes = saved
     if isinstance(cotangent.loss, SymbolicZero):
         return None, None, None, None
-
-    def scaled(gradient, dtype):
-        if gradient is None:
-            return None
-        return (gradient.astype(jnp.float32) * cotangent.loss).astype(dtype)
-
-    d_bias = scaled(d_bias, None if bias is None else bias.dtype)
-    return scaled(d_hidden, d_hidden.dtype), scaled(d_lm_head, lm_head.dtype), d_bias, None
+    scaled = []
+    for gradient, primal in zip(gradients, dtypes, strict=True):
+        if gradient is not None:
+            gradient = (gradient.astype(jnp.float32) * cotangent.loss).astype(primal.dtype)
+        scaled.append(gradient)
+    return *scaled, None
 
 
 fused_sums.defvjp(_fused_forward, _fused_backward, symbolic_zeros=True)

@@ -54,8 +54,7 @@ class Objective:
             raise Refusal(f"expected tail in {TAILS}, got {self.tail!r}; choose one of them")
         if self.divergence not in DIVERGENCES:
             raise Refusal(
-                f"expected divergence in {DIVERGENCES}, got {self.divergence!r}; "
-                "choose one of them"
+                f"expected divergence in {DIVERGENCES}, got {self.divergence!r}; choose one of them"
             )
         if not 0.0 < self.jsd_beta < 1.0:
             raise Refusal(
@@ -66,28 +65,44 @@ class Objective:
             raise Refusal(f"expected temperature > 0, got {self.temperature}; 1.0 changes nothing")
 
 
-class Targets(NamedTuple):
-    """What the student is held against at each position; teacher fields None where there is none.
+class Teacher(NamedTuple):
+    """A store's top K at each position.
 
-    labels [..] int32, mask [..] bool, indices [.., K] int32, logprobs [.., K] fp32 (log p_k at τ
-    over the teacher's whole vocabulary), log_tail [..] fp32 (log p_t), count [..] int32.
+    indices [.., K] int32, logprobs [.., K] fp32 (log p_k at τ over the teacher's whole vocabulary),
+    log_tail [..] fp32 (log p_t), entries [..] int32 (how many of the K are real).
     """
+
+    indices: jax.Array
+    logprobs: jax.Array
+    log_tail: jax.Array
+    entries: jax.Array
+
+
+class Targets(NamedTuple):
+    """What the student is held against: labels [..] int32, mask [..] bool, perhaps a teacher."""
 
     labels: jax.Array
     mask: jax.Array
-    indices: jax.Array | None
-    logprobs: jax.Array | None
-    log_tail: jax.Array | None
-    count: jax.Array | None
+    teacher: Teacher | None
+
+    def stored(self) -> jax.Array:
+        """bool [.., K]: the teacher's real entries at valid positions; K = 0 without a teacher."""
+        if self.teacher is None:
+            return jnp.zeros((*self.mask.shape, 0), bool)
+        entry = jax.lax.broadcasted_iota(
+            jnp.int32, self.teacher.indices.shape, self.teacher.indices.ndim - 1
+        )
+        return self.mask[..., None] & (entry < self.teacher.entries.astype(jnp.int32)[..., None])
 
 
 class Columns(NamedTuple):
     """Targets made safe: which G columns are gathered, and the teacher's outcomes.
 
-    ids [.., G] int32: the K ids, then the label; vocab_size where a column takes no part. real [.., K]: entries that count. label_slot [.., G]: the one column that holds the label
-    (none, where the label is no column of the head). top_slot [.., K]: the teacher's most likely
-    token, where the student has it. log_p [.., K] and log_tail [..]: −inf where there is no
-    probability. mask [..].
+    ids [.., G] int32: the K ids, then the label; vocab_size where a column takes no part.
+    real [.., K]: entries that count. label_slot [.., G]: the one column that holds the label (none,
+    where the label is no column of the head). top_slot [.., K]: the teacher's most likely token
+    (each, where several are), if the student has it. log_p [.., K] and log_tail [..]: −inf where
+    there is no probability. mask [..].
     """
 
     ids: jax.Array
@@ -122,6 +137,15 @@ def masked_logsumexp(x: jax.Array, active: jax.Array) -> jax.Array:
     return jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest, -jnp.inf)
 
 
+def log_add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """log(exp a + exp b); −inf, with gradient 0, where both are."""
+    largest = jax.lax.stop_gradient(jnp.maximum(a, b))
+    some = largest > -jnp.inf
+    largest = jnp.where(some, largest, 0.0)
+    total = jnp.exp(a - largest) + jnp.exp(b - largest)
+    return jnp.where(some, jnp.log(jnp.where(some, total, 1.0)) + largest, -jnp.inf)
+
+
 def clean(targets: Targets, *, vocab_size: int) -> Columns:
     """Select before use: nothing of a masked cell, or of an entry beyond `count`, gets through.
 
@@ -148,22 +172,19 @@ def clean(targets: Targets, *, vocab_size: int) -> Columns:
 
 def clean_teacher(targets: Targets, vocab_size: int) -> tuple[jax.Array, ...]:
     """ids, real, top_slot, log_p [.., K] and log_tail [..] of `clean`; K = 0 without a teacher."""
-    mask = targets.mask
-    if targets.indices is None:
-        nothing = jnp.zeros((*mask.shape, 0), bool)
-        log_p = jnp.zeros(nothing.shape, jnp.float32)
+    mask, teacher, stored = targets.mask, targets.teacher, targets.stored()
+    if teacher is None:
+        log_p = jnp.zeros(stored.shape, jnp.float32)
         log_tail = jnp.full(mask.shape, -jnp.inf, jnp.float32)
-        return nothing.astype(jnp.int32), nothing, nothing, log_p, log_tail
-    entry = jax.lax.broadcasted_iota(jnp.int32, targets.indices.shape, mask.ndim)
-    stored = mask[..., None] & (entry < targets.count.astype(jnp.int32)[..., None])
-    real = stored & (targets.indices >= 0) & (targets.indices < vocab_size)
-    logprobs = jnp.where(stored, targets.logprobs.astype(jnp.float32), -jnp.inf)
-    top_slot = real & (entry == jnp.argmax(logprobs, axis=-1).astype(jnp.int32)[..., None])
-    tail = jnp.where(mask, targets.log_tail.astype(jnp.float32), -jnp.inf)[..., None]
-    outside = jnp.concatenate([jnp.where(real, -jnp.inf, logprobs), tail], axis=-1)
-    log_tail = masked_logsumexp(outside, outside > -jnp.inf)
-    ids = jnp.where(real, targets.indices, vocab_size)
-    return ids, real, top_slot, jnp.where(real, logprobs, -jnp.inf), log_tail
+        return stored.astype(jnp.int32), stored, stored, log_p, log_tail
+    real = stored & (teacher.indices >= 0) & (teacher.indices < vocab_size)
+    logprobs = jnp.where(stored, teacher.logprobs.astype(jnp.float32), -jnp.inf)
+    top_slot = real & (logprobs == jnp.max(logprobs, axis=-1, keepdims=True))
+    log_p = jnp.where(real, logprobs, -jnp.inf)
+    lacking = jnp.sum(jnp.where(real, 0.0, jnp.exp(logprobs)), axis=-1)
+    log_tail = jnp.where(mask, teacher.log_tail.astype(jnp.float32), -jnp.inf)
+    log_tail = log_add(log_tail, jnp.log(lacking))
+    return jnp.where(real, teacher.indices, vocab_size), real, top_slot, log_p, log_tail
 
 
 def forward_kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_distill.losses.objectives import Columns, Objective, Terms, masked_logsumexp, terms_of
+from jax_distill.losses.objectives import Columns, Objective, Terms, log_add, terms_of
 
 
 class Reading(NamedTuple):
     """What is read off a chunk of logits, and the buffer that is left.
 
-    rest fp32 [B,C,V]: z with −inf in the gathered columns, so one logsumexp of it is lse_rest.
+    rest fp32 [B,C,V]: z with −inf in the gathered columns, so that one logsumexp of it is lse_rest.
     local_ids int32 [B,C,G]: the gathered columns within this device's V; V where not here.
-    z_g fp32 [B,C,G]: 0 where a column takes no part. largest [B,C]: over all columns.
+    z_g fp32 [B,C,G]: 0 where a column takes no part. largest [B,C]: over all columns;
     largest_rest [B,C]: outside the gathered ones, −inf where nothing is.
-    lse_rest, lse_rest_one [B,C]: logsumexp of (rest − largest)/τ, and at τ = 1.
+    log_rest, log_rest_one [B,C]: log Σ exp((rest − largest_rest)/τ), and at τ = 1.
     """
 
     rest: jax.Array
@@ -33,8 +33,13 @@ class Reading(NamedTuple):
     z_g: jax.Array
     largest: jax.Array
     largest_rest: jax.Array
-    lse_rest: jax.Array
-    lse_rest_one: jax.Array
+    log_rest: jax.Array
+    log_rest_one: jax.Array
+
+    def lse_rest(self, temperature: float) -> tuple[jax.Array, jax.Array]:
+        """Logsumexp of (rest − largest)/τ, and at τ = 1; −inf where nothing is."""
+        behind = self.largest_rest - self.largest
+        return behind / temperature + self.log_rest, behind + self.log_rest_one
 
 
 def read_logits(
@@ -62,28 +67,15 @@ def read_logits(
         total = jax.lax.psum(total * jnp.exp(behind / temperature), axis)
         total_one = jax.lax.psum(total_one * jnp.exp(behind), axis)
     largest = jnp.maximum(largest_rest, jnp.max(jnp.where(active, z_g, -jnp.inf), axis=-1))
-
-    def relative(total, tau):
-        some = largest_rest > -jnp.inf
-        log_total = jnp.log(jnp.where(some, total, 1.0))
-        return jnp.where(some, (largest_rest - largest) / tau + log_total, -jnp.inf)
-
-    return Reading(
-        rest,
-        local_ids,
-        z_g,
-        largest,
-        largest_rest,
-        relative(total, temperature),
-        relative(total_one, 1.0),
-    )
+    log_rest, log_rest_one = jnp.log(total), jnp.log(total_one)
+    return Reading(rest, local_ids, z_g, largest, largest_rest, log_rest, log_rest_one)
 
 
 def set_columns(buffer: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """buffer [B,C,V] with the columns ids [B,C,G] set; ids ≥ V are dropped."""
-    row = jnp.arange(buffer.shape[0])[:, None, None]
-    position = jnp.arange(buffer.shape[1])[None, :, None]
-    return buffer.at[row, position, ids].set(values, mode="drop")
+    # vmap keeps B and C batch axes of the scatter, which the partitioner then leaves in place.
+    set_one = jax.vmap(jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop")))
+    return set_one(buffer, ids, values)
 
 
 def logsumexp_parts(x: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -139,19 +131,17 @@ def token_terms(
 ) -> Terms:
     """f: every objective as a function of the gathered logits and the logsumexps of the rest."""
     active = columns.ids < vocab_size
-    outside_k = jnp.concatenate([jnp.zeros_like(columns.real), active[..., -1:]], axis=-1)
     relative = z_g - reading.largest[..., None]
 
-    def log_sums(tau, lse_rest):
-        """Logsumexp over all columns, and over those outside the K."""
-        scaled = jnp.concatenate([relative / tau, lse_rest[..., None]], axis=-1)
-        rest = lse_rest[..., None] > -jnp.inf
-        everything = masked_logsumexp(scaled, jnp.concatenate([active, rest], axis=-1))
-        return everything, masked_logsumexp(scaled, jnp.concatenate([outside_k, rest], axis=-1))
+    def log_sum(tau, lse_rest):
+        """Logsumexp over all columns; the largest is 0, so the sum is between 1 and V."""
+        gathered = jnp.exp(jnp.where(active, relative / tau, -jnp.inf))
+        return jnp.log(jnp.sum(gathered, axis=-1) + jnp.exp(lse_rest))
 
     tau = objective.temperature
-    lse, lse_outside = log_sums(tau, lse_rest)
-    lse_one, _ = log_sums(1.0, lse_rest_one)
+    lse, lse_one = log_sum(tau, lse_rest), log_sum(1.0, lse_rest_one)
+    label_outside = jnp.where(active[..., -1], relative[..., -1] / tau, -jnp.inf)
+    log_q_tail = log_add(lse_rest, label_outside) - lse
     top = jnp.max(jnp.where(columns.top_slot, z_g[..., :-1], -jnp.inf), axis=-1, initial=-jnp.inf)
     is_top = jnp.concatenate([columns.top_slot, jnp.zeros_like(active[..., -1:])], axis=-1)
     others = jnp.max(jnp.where(active & ~is_top, z_g, -jnp.inf), axis=-1)
@@ -160,7 +150,7 @@ def token_terms(
     return terms_of(
         columns,
         log_q=relative[..., :-1] / tau - lse[..., None],
-        log_q_tail=jnp.where(lse_outside > -jnp.inf, lse_outside - lse, -jnp.inf),
+        log_q_tail=log_q_tail,
         cross_entropy=jnp.where(has_label, lse_one - label_z, jnp.inf),
         log_normaliser=lse_one + reading.largest,
         agrees=top > jnp.maximum(others, reading.largest_rest),
@@ -193,27 +183,28 @@ def terms_and_gradients(
         )
         return jnp.sum(terms.loss), terms
 
-    inputs = (reading.z_g, reading.lse_rest, reading.lse_rest_one)
+    inputs = (reading.z_g, *reading.lse_rest(objective.temperature))
     gradients, terms = jax.grad(total, argnums=(0, 1, 2), has_aux=True)(*inputs)
     return terms, TokenGradients(*gradients)
 
 
 def dz_outside(reading: Reading, gradients: TokenGradients, objective: Objective) -> jax.Array:
     """fp32 [B,C,V]: a·exp(z − lse_rest), 0 in the gathered and the padding columns."""
-    relative = reading.rest - reading.largest[..., None]
+    some = reading.largest_rest > -jnp.inf
+    # Against the largest of the rest, not of all: a tail at −300 keeps its digits.
+    relative = reading.rest - jnp.where(some, reading.largest_rest, 0.0)[..., None]
 
-    def share(slope, lse, tau):
-        some = lse > -jnp.inf
-        scaled = relative / tau - jnp.where(some, lse, 0.0)[..., None]
+    def share(slope, log_total, tau):
+        scaled = relative / tau - jnp.where(some, log_total, 0.0)[..., None]
         return (jnp.where(some, slope, 0.0) / tau)[..., None] * jnp.exp(scaled)
 
     tau = objective.temperature
     if tau == 1.0:
-        return share(gradients.lse_rest + gradients.lse_rest_one, reading.lse_rest, 1.0)
-    dz = share(gradients.lse_rest, reading.lse_rest, tau)
+        return share(gradients.lse_rest + gradients.lse_rest_one, reading.log_rest, 1.0)
+    dz = share(gradients.lse_rest, reading.log_rest, tau)
     if not (objective.ce_weight or objective.z_loss_weight):
         return dz
-    return dz + share(gradients.lse_rest_one, reading.lse_rest_one, 1.0)
+    return dz + share(gradients.lse_rest_one, reading.log_rest_one, 1.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -223,9 +214,7 @@ def chunk_terms(z: jax.Array, columns: Columns, vocab_size: int, objective: Obje
 
 
 def _chunk_terms_forward(z, columns, vocab_size, objective):
-    reading = read_logits(
-        z, columns, vocab_size=vocab_size, temperature=objective.temperature
-    )
+    reading = read_logits(z, columns, vocab_size=vocab_size, temperature=objective.temperature)
     terms, gradients = terms_and_gradients(
         reading, columns, vocab_size=vocab_size, objective=objective
     )

@@ -1,0 +1,387 @@
+"""Readers, split, mixture and order: what comes in comes out, and what does not is counted."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jax_distill.config import Refusal, Source
+from jax_distill.data import (
+    Tokenizer,
+    fingerprint,
+    read_documents,
+    read_texts,
+    train_tokenizer,
+)
+from jax_distill.data.builtin import _triple_quoted, gather
+from jax_distill.data.readers import hub_fingerprint
+
+PROSE = [f"Document {i} says that {i * i} is the square of {i}. " * 4 for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    """Byte-level BPE without BOS, `<|endoftext|>` = 0 as EOS."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(PROSE, 300, folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer(tokenizer, tmp_path_factory) -> Tokenizer:
+    """The same, but its post-processor puts `<s>` before each text, as Llama 3's does."""
+    folder = tmp_path_factory.mktemp("bos_tokenizer")
+    core = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+    core.add_special_tokens(["<s>"])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+    )
+    core.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return Tokenizer.load(folder)
+
+
+def write_jsonl(file: Path, rows: list) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def read(path, tokenizer, *, format="auto", heldout_fraction=0.0):
+    return read_documents(
+        path, format=format, tokenizer=tokenizer, heldout_fraction=heldout_fraction
+    )
+
+
+def texts_of(documents, tokenizer) -> set[str]:
+    return {tokenizer.decode(document.tokens) for document in documents}
+
+
+def test_jsonl_text_round_trips_with_one_eos_each(tmp_path, tokenizer):
+    texts = ["ünïcödé 😀 文字\u2028line\nnext", "tab\t\x00 end", "x" * 50]
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts]), tokenizer)
+    assert texts_of(corpus.train, tokenizer) == {text + "<|endoftext|>" for text in texts}
+    assert all(document.tokens.dtype == np.int32 for document in corpus.train)
+    assert all(document.targets.all() for document in corpus.train)
+    assert corpus.counts.documents == 3 and corpus.counts.empty_documents == 0
+    assert corpus.counts.tokens == sum(len(document.tokens) for document in corpus.train)
+
+
+def test_eos_at_the_end_of_a_text_is_not_doubled(tmp_path, tokenizer):
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", [{"text": "a<|endoftext|>"}]), tokenizer)
+    assert texts_of(corpus.train, tokenizer) == {"a<|endoftext|>"}
+
+
+def test_at_most_one_bos(tmp_path, bos_tokenizer):
+    rows = [{"text": "plain"}, {"text": "<s>marked"}, {"text": "<s><s>twice"}]
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", rows), bos_tokenizer)
+    assert bos_tokenizer.adds_bos
+    expected = {f"<s>{word}<|endoftext|>" for word in ("plain", "marked", "twice")}
+    assert texts_of(corpus.train, bos_tokenizer) == expected
+    assert corpus.counts.dropped_bos == 3
+    assert "3 doubled BOS dropped" in str(corpus.counts)
+
+
+def test_a_folder_gives_one_document_a_file_and_mixes_formats(tmp_path, tokenizer):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.txt").write_bytes("\ufeffone\r\ntwo\n\nthree".encode())
+    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "c.txt").write_bytes(b" \r\n")
+    (tmp_path / ".hidden").write_bytes(b"not read")
+    write_jsonl(tmp_path / "d.jsonl", [{"text": "row"}])
+    np.save(tmp_path / "e.npy", np.array([[5, 6], [7, 8]], np.uint16))
+    corpus = read(str(tmp_path), tokenizer)
+    texts = {"one\ntwo\n\nthree<|endoftext|>", "row<|endoftext|>"}
+    assert texts | {tokenizer.decode([5, 6]), tokenizer.decode([7, 8])} == texts_of(
+        corpus.train, tokenizer
+    )
+    assert corpus.counts.empty_documents == 2
+    assert "2 documents empty as read" in str(corpus.counts)
+
+
+def test_one_text_file_is_cut_at_empty_lines_so_that_something_can_be_held_out(tmp_path, tokenizer):
+    paragraphs = [f"Paragraph {i}: " + f"word{i} " * 300 for i in range(40)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    corpus = read(str(tmp_path / "book.txt"), tokenizer, heldout_fraction=0.01)
+    found = "".join(texts_of(corpus.train + corpus.heldout, tokenizer))
+    assert all(found.count(paragraph) == 1 for paragraph in paragraphs)
+    assert len(corpus.heldout) >= 1 and len(corpus.train) >= 2
+
+
+def test_gather_keeps_every_piece_in_order():
+    pieces = [str(i) * (i % 7) for i in range(50)]
+    assert "\n\n".join(gather(pieces, 20)).split("\n\n") == pieces
+    assert gather([], 20) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n\n{"text": \n', r":3: expected one JSON object a line"),
+        (b'{"text": "a"}\n["b"]\n', r":2: expected a JSON object"),
+        (b'{"text": "a"}\n{"txt": "b"}\n', r":2: expected the key text, got txt"),
+        (b'{"text": 5}\n', r":1: expected text to be a string, got 5"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', r":2: expected UTF-8, got byte 0xff"),
+        (b'{"text": "a\\ud800"}\n', r":1: expected Unicode text, got half a pair 0xd800"),
+        (b'{"body": "a"}\n', r":1: expected the key text, messages or tokens, got body"),
+        (b'{"tokens": [1, 2.5]}\n', r":1: expected a list of whole numbers"),
+        (b'{"tokens": [1, "2"]}\n', r":1: expected a list of whole numbers"),
+        (b'{"tokens": 3}\n', r":1: expected a list of whole numbers"),
+        (b'{"tokens": [[1], [2, 3]]}\n', r":1: expected a list of whole numbers"),
+        (b'{"tokens": [1, -1]}\n', r":1: expected ids from 0 up, got -1 at position 1"),
+        (b'{"tokens": [1, 9999]}\n', r":1: expected ids below 300.*got 9999 at position 1"),
+        (b'{"tokens": [1, 2], "targets": [1]}\n', r":1: expected targets of 0 or 1"),
+        (b'{"messages": [{"content": "a"}]}\n', r"expected a chat template"),
+    ],
+)
+def test_a_bad_line_is_named_with_file_and_number(tmp_path, tokenizer, content, message):
+    (tmp_path / "bad.jsonl").write_bytes(content)
+    with pytest.raises(Refusal, match=message) as caught:
+        read(str(tmp_path / "bad.jsonl"), tokenizer)
+    assert "\n" not in str(caught.value)
+    if "template" not in message:
+        assert str(caught.value).startswith(str(tmp_path / "bad.jsonl"))
+
+
+def test_bad_places_and_settings_are_refused(tmp_path, tokenizer):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "one.txt").write_text("only one document")
+    (tmp_path / "cube.npy").write_bytes(b"junk")
+    cases = [
+        (str(tmp_path / "none"), "auto", 0.0, "nothing is there"),
+        (str(tmp_path / "empty"), "auto", 0.0, "it has none"),
+        (str(tmp_path / "latin1.txt"), "auto", 0.0, "expected UTF-8, got byte 0xe9"),
+        (str(tmp_path / "one.txt"), "auto", 0.5, "at least 2 different documents"),
+        (str(tmp_path / "one.txt"), "auto", 1.0, "heldout_fraction"),
+        (str(tmp_path / "one.txt"), "csv", 0.0, "data.format"),
+        (str(tmp_path / "one.txt"), "jsonl", 0.0, "expected one JSON object a line"),
+        (str(tmp_path / "cube.npy"), "auto", 0.0, "expected a .npy array"),
+        ("builtin:french", "auto", 0.0, "builtin:english"),
+        ([], "auto", 0.0, "an empty list"),
+    ]
+    for path, format, fraction, message in cases:
+        with pytest.raises(Refusal, match=message):
+            read(path, tokenizer, format=format, heldout_fraction=fraction)
+
+
+def test_token_arrays_and_token_lines(tmp_path, tokenizer):
+    np.save(tmp_path / "flat.npy", np.array([5, 6, 0, 7, 8, 9, 0, 10], np.int64))
+    corpus = read(str(tmp_path / "flat.npy"), tokenizer)
+    found = sorted(document.tokens.tolist() for document in corpus.train)
+    assert found == [[5, 6, 0], [7, 8, 9, 0], [10]]  # cut after EOS, nothing lost
+    rows = [{"tokens": [5, 6, 7], "targets": [0, 0, 1]}, {"tokens": [8, 9]}, {"tokens": []}]
+    corpus = read(write_jsonl(tmp_path / "t.jsonl", rows), tokenizer)
+    found = {tuple(d.tokens.tolist()): d.targets.tolist() for d in corpus.train}
+    assert found == {(5, 6, 7): [False, False, True], (8, 9): [True, True]}
+    assert corpus.counts.empty_documents == 1 and corpus.counts.target_tokens == 3
+
+
+def test_the_split_is_a_matter_of_content_alone(tmp_path, tokenizer):
+    """Whoever reads the same documents, in another order or with others, holds out the same."""
+    one = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in PROSE])
+    other = write_jsonl(
+        tmp_path / "b.jsonl", [{"text": text} for text in [*PROSE[::-1], *"qrstuv"]]
+    )
+    first = read(one, tokenizer, heldout_fraction=0.2)
+    second = read(other, tokenizer, heldout_fraction=0.2)
+    held, train = texts_of(first.heldout, tokenizer), texts_of(first.train, tokenizer)
+    assert held <= texts_of(second.heldout, tokenizer)
+    assert train <= texts_of(second.train, tokenizer)
+    assert len(held) + len(train) == 60 and 4 <= len(held) <= 22
+    by_definition = {
+        text + "<|endoftext|>"
+        for text in PROSE
+        if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < 0.2 * 2**64
+    }
+    assert held == by_definition
+    again = read(
+        write_jsonl(tmp_path / "c.jsonl", [{"text": text} for text in PROSE[::-1]]),
+        tokenizer,
+        heldout_fraction=0.2,
+    )
+    pairs = zip(first.train + first.heldout, again.train + again.heldout, strict=True)
+    assert all(np.array_equal(a.tokens, b.tokens) for a, b in pairs)  # in the same order, too
+    more = texts_of(read(one, tokenizer, heldout_fraction=0.4).heldout, tokenizer)
+    assert held < more
+
+
+def test_at_least_one_document_is_held_out_and_one_is_left(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in PROSE[:3]])
+    for fraction, heldout in ((1e-9, 1), (0.999999, 2), (0.0, 0)):
+        corpus = read(path, tokenizer, heldout_fraction=fraction)
+        assert (len(corpus.heldout), len(corpus.train)) == (heldout, 3 - heldout)
+
+
+def test_a_paragraph_stands_once_and_in_the_held_out_part_if_anywhere(tmp_path, tokenizer):
+    shared = (
+        "This licence text stands in every single document of the corpus, word for word, again."
+    )
+    short = "Returns: the result."  # below 80 characters: may repeat
+    texts = [f"{text}\n\n{shared}\n \n{short}\n\n   end {i}" for i, text in enumerate(PROSE)]
+    texts.append(shared.replace(" ", "  "))  # other white space, the same paragraph
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    corpus = read(path, tokenizer, heldout_fraction=0.1)
+    held = "".join(texts_of(corpus.heldout, tokenizer))
+    train = "".join(texts_of(corpus.train, tokenizer))
+    assert " ".join(held.split()).count(shared) == 1 and shared not in " ".join(train.split())
+    assert (held + train).count(short) == 60 and (held + train).count("   end ") == 60
+    assert corpus.counts.repeated_paragraphs == 60
+    assert corpus.counts.repeated_characters >= 60 * len(shared)
+    total = corpus.counts.documents + corpus.counts.heldout_documents
+    assert total + corpus.counts.emptied_documents == 61
+
+
+def test_weights_are_shares_of_the_tokens(tmp_path, tokenizer):
+    rng = np.random.default_rng(0)
+    sources = []
+    for name, documents in (("a", 400), ("b", 100)):
+        rows = [
+            {"tokens": rng.integers(5, 299, rng.integers(5, 40)).tolist()} for _ in range(documents)
+        ]
+        for row in rows:
+            row["tokens"][0] = 1 if name == "a" else 2
+        sources.append(write_jsonl(tmp_path / f"{name}.jsonl", rows))
+
+    def tokens_by_source(documents):
+        totals = {1: 0, 2: 0}
+        for document in documents:
+            totals[int(document.tokens[0])] += len(document.tokens)
+        return totals[1], totals[2]
+
+    both = read([Source(path) for path in sources], tokenizer, heldout_fraction=0.1)
+    assert both.counts.left_out_documents == 0 and len(both.train + both.heldout) == 500
+    mixed = read(
+        [Source(sources[0], 3.0), Source(sources[1], 2.0)], tokenizer, heldout_fraction=0.1
+    )
+    (all_a, all_b), (a, b) = tokens_by_source(both.train), tokens_by_source(mixed.train)
+    assert b == all_b and abs(a - 1.5 * b) <= 40 < all_a - a  # b runs out first: used whole
+    held_a, held_b = tokens_by_source(mixed.heldout)
+    assert held_b == tokens_by_source(both.heldout)[1] and held_a > 0
+    every = both.counts.tokens + both.counts.heldout_tokens
+    used = mixed.counts.tokens + mixed.counts.heldout_tokens
+    assert mixed.counts.left_out_tokens == every - used
+    again = read(
+        [Source(sources[0], 30.0), Source(sources[1], 20.0)], tokenizer, heldout_fraction=0.1
+    )
+    assert all(
+        np.array_equal(x.tokens, y.tokens) for x, y in zip(mixed.train, again.train, strict=True)
+    )
+    for weights in ((1.0, None), (0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0)):
+        with pytest.raises(Refusal, match="weight"):
+            read([Source(*pair) for pair in zip(sources, weights, strict=True)], tokenizer)
+
+
+def test_fingerprint_changes_with_all_that_matters_and_with_nothing_else(
+    tmp_path, tokenizer, bos_tokenizer
+):
+    """Case 36: data, tokenizer or settings changed under the same path give another one."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    settings = {"sequence_length": 8, "packing": True}
+
+    def print_of(path=path, tokenizer=tokenizer, **changes):
+        return fingerprint(path, format="auto", tokenizer=tokenizer, settings=settings | changes)
+
+    first = print_of()
+    assert print_of() == first == print_of(packing=True)
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(Path(path).read_bytes())
+    assert print_of(str(copy)) == first
+    others = [
+        print_of(packing=False),
+        print_of(tokenizer=bos_tokenizer),
+        print_of("builtin:english"),
+    ]
+    others += [print_of([Source(path, 1.0)]), print_of([Source(path), Source(path)])]
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "twO"}])
+    assert len({first, print_of(), *others}) == 7
+
+
+def test_builtin_english_is_prose_and_the_same_every_time():
+    first = read_texts("builtin:english", heldout_fraction=0.02)
+    characters = sum(map(len, first))
+    assert 7e6 < characters < 20e6 and len(first) > 1500
+    paragraphs = ["".join(p.split()) for text in first[:300] for p in text.split("\n\n")]
+    long = [paragraph for paragraph in paragraphs if len(paragraph) >= 80]
+    assert len(long) == len(set(long))
+    letters = sum(character.isalpha() or character.isspace() for character in "".join(first[:300]))
+    assert letters > 0.8 * sum(map(len, first[:300]))
+
+
+def test_builtin_topics_are_read_the_same_twice(tokenizer):
+    one, two = (read("builtin:pydoc_topics", tokenizer, heldout_fraction=0.05) for _ in range(2))
+    assert 50 < len(one.train) and 1 <= len(one.heldout) < 30
+    assert all(
+        np.array_equal(a.tokens, b.tokens) for a, b in zip(one.train, two.train, strict=True)
+    )
+
+
+def test_docstrings_are_told_from_quotes_in_comments_and_strings():
+    source = '''
+def f():
+    """First \\u00e9
+    second."""
+    x = \'"""\'  # a """ in a comment
+    y = f"""{x} not text"""
+    z = "a \\\\""
+    r"""raw \\d"""
+'''
+    assert _triple_quoted(source) == ["First é\nsecond.", "raw \\d"]
+
+
+def test_a_trained_tokenizer_is_the_same_twice_and_loses_no_text(tmp_path, tokenizer):
+    train_tokenizer(PROSE, 300, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (tokenizer.folder / name).read_bytes()
+    assert (tokenizer.length, tokenizer.bos_id, tokenizer.eos_id) == (300, 0, 0)
+    assert not tokenizer.adds_bos and tokenizer.vocab["<|endoftext|>"] == 0
+    text = "never seen: žluťoučký 😀\r\n\t\x00 文字"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(" a").tolist() != tokenizer.encode("a").tolist()
+    with pytest.raises(Refusal, match="at least 257"):
+        train_tokenizer(PROSE, 256, tmp_path)
+
+
+def test_tokenizer_fingerprint_is_the_id_to_token_map(tmp_path, tokenizer, bos_tokenizer):
+    ordered = sorted((id_, token) for token, id_ in tokenizer.vocab.items())
+    expected = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+    assert Tokenizer.load(tokenizer.folder).fingerprint == expected != bos_tokenizer.fingerprint
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(Refusal, match="expected a tokenizer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(Refusal, match="it is not there"):
+        Tokenizer.load(tmp_path / "none")
+
+
+def test_eos_falls_back_to_config_json(tmp_path, tokenizer):
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer.folder / "tokenizer.json").read_bytes())
+    assert Tokenizer.load(tmp_path).eos_id is None
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8], "bos_token_id": null}')
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.eos_id, loaded.bos_id, loaded.adds_bos) == (7, None, False)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(Refusal, match="'</s>'"):
+        Tokenizer.load(tmp_path)
+
+
+def test_hub_reads_a_data_set_or_names_the_pip_line(tmp_path, tokenizer, monkeypatch):
+    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in PROSE])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(Refusal, match=r"pip install 'jax-distill\[hub\]'"):
+        read(str(tmp_path), tokenizer, format="hub")
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
+    corpus = read(f"{tmp_path}::train[:50%]", tokenizer, format="hub")
+    assert texts_of(corpus.train, tokenizer) == {text + "<|endoftext|>" for text in PROSE[:30]}
+    before = hub_fingerprint(str(tmp_path))
+    assert hub_fingerprint(str(tmp_path)) == before != hub_fingerprint(f"{tmp_path}::train[:50%]")
+    write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in PROSE[1:]])
+    assert hub_fingerprint(str(tmp_path)) != before
+    for path, message in ((f"{tmp_path}::valid", "valid"), ("no/such", "no/such")):
+        with pytest.raises(Refusal, match=message):
+            read(path, tokenizer, format="hub")

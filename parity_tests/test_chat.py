@@ -1,0 +1,108 @@
+"""Proves: a conversation has the same token ids, and the same assistant tokens, as transformers'
+`apply_chat_template` gives with the same folder; and a text the same ids as its tokenizer."""
+
+import json
+
+import numpy as np
+import pytest
+import transformers
+
+from jax_distill.data import Tokenizer, train_tokenizer
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CHATML_MARKED = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+# The same without the marks: there the parts are found by prefixes.
+CHATML = CHATML_MARKED.replace("{%- generation %}{{", "{{-").replace("{% endgeneration %}", "")
+LLAMA3 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role not in ('user', 'assistant') %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+TALKS = [
+    [
+        {"role": "system", "content": "Be brief — naïve, if need be."},
+        {"role": "user", "content": "What is ½ of 文字 😀?\n\n\tTell me."},
+        {"role": "assistant", "content": "One half. 😀 e\u0301"},
+        {"role": "user", "content": "  spaces  "},
+        {"role": "assistant", "content": "\n"},
+        {"role": "user", "content": "{{ bos_token }} <|im_end|> & <b>"},
+        {"role": "assistant", "content": 'It\'s 100% <|endoftext|> "so".'},
+    ],
+    [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}],
+    [{"role": "user", "content": "no answer"}],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    train_tokenizer([json.dumps(TALKS, ensure_ascii=False)] * 3, 320, folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    for index, mark in enumerate(MARKS):
+        entry = dict(tokens["added_tokens"][0], id=320 + index, content=mark)
+        tokens["added_tokens"].append(entry)
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    return folder
+
+
+def both(folder, template):
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, CHATML_MARKED, LLAMA3], ids=["chatml", "marked", "llama3"]
+)
+@pytest.mark.parametrize("talk", TALKS, ids=["long", "empty answer", "no answer"])
+def test_token_ids_are_transformers_own(folder, template, talk):
+    ours, theirs = both(folder, template)
+    expected = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    assert ours.chat(talk).tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("talk", TALKS[:2], ids=["long", "empty answer"])
+def test_assistant_tokens_are_transformers_own(folder, talk):
+    ours, theirs = both(folder, CHATML_MARKED)
+    expected = theirs.apply_chat_template(
+        talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )["assistant_masks"]
+    marked = ours.chat(talk).targets
+    assert marked.tolist() == [bool(value) for value in expected] and marked.any()
+    found = both(folder, CHATML)[0].chat(talk).targets
+    assert np.array_equal(found, marked)  # the same without the marks
+
+
+def test_text_ids_and_special_ids_are_transformers_own(folder):
+    ours, theirs = both(folder, CHATML)
+    for message in TALKS[0]:
+        text = message["content"]
+        assert ours.encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode_batch([text])[0].tolist() == ours.encode(text).tolist()
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.length == len(theirs) and ours.vocab == theirs.get_vocab()

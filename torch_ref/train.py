@@ -1,0 +1,319 @@
+"""`python -m torch_ref.train --config configs/x.yaml [--device cuda] [--compile]`: the same run.
+
+The same configuration, store, row order, loss, optimizer and run folder as `jax_distill.train`,
+with transformers' own models. The stores must be there (`python -m jax_distill.teacher`, or
+`python -m torch_ref.teacher`); give this run its own --output_dir, and --cache.path that of the
+stores. The same command resumes. What it cannot do as configured is refused by name.
+"""
+
+import argparse
+import dataclasses
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from jax_distill.cache import Store
+from jax_distill.config import Config, Failure, Refusal, as_dict, find_path, load, run_command
+from jax_distill.data import Tokenizer, row_indices
+from jax_distill.run import Metrics, Run, StepProgress, read_metrics, say, write_json
+from torch_ref.checkpoint import Checkpoints
+from torch_ref.evaluate import heldout_table, table_rows, validation_rows
+from torch_ref.losses import LossSums
+from torch_ref.model import Model, load_model, recompute_layers
+from torch_ref.optimizer import Optimizer, global_norm, learning_rate_schedule
+from torch_ref.step import add, batch_gradients, loss_sums, means
+from torch_ref.student import count_parameters, cut_student, export
+from torch_ref.teacher import default_device
+
+# Fields that this program reads, or that only the making of stores reads.
+KNOWN = """
+output_dir seed teacher.path teacher.dtype teacher.batch_size student.path student.from_teacher
+student.from_teacher.layers student.from_teacher.parameters data.path data.format data.tokenizer
+data.sequence_length data.packing data.heldout_fraction data.max_rows data.max_heldout_rows
+cache.path cache.top_k cache.read_top_k cache.temperatures cache.shard_rows loss.implementation
+loss.tail loss.divergence loss.jsd_beta loss.temperature loss.chunk_size loss.kl_weight
+loss.ce_weight loss.z_loss_weight optimizer.name optimizer.learning_rate optimizer.schedule
+optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay optimizer.b1
+optimizer.b2 optimizer.clip_norm train.steps train.batch_size train.micro_batch_size
+train.param_dtype train.compute_dtype train.remat train.log_every train.eval_every train.save_every
+train.keep train.ce_baseline train.ce_baseline_learning_rate
+""".split()
+
+
+class Stopped(Exception):
+    """The loop saved its state and ends early because it was told to."""
+
+
+def refuse_unknown(config: Config) -> None:
+    """Refusal naming the first field that is set to what torch_ref does not do."""
+    values, defaults = _flat(as_dict(config)), _flat(as_dict(Config()))
+    for key, value in values.items():
+        if key not in KNOWN and value != defaults.get(key):
+            raise Refusal(
+                f"expected {key} {defaults.get(key)} in torch_ref, got {value}; leave it, or use "
+                "python -m jax_distill.train"
+            )
+    train = config.train
+    if train.remat == "dots":
+        raise Refusal("expected train.remat none or layer in torch_ref, got dots; set one of them")
+    if train.param_dtype == "bfloat16" and train.compute_dtype == "float32":
+        raise Refusal(
+            "expected train.compute_dtype bfloat16 for bfloat16 parameters in torch_ref, got "
+            "float32; set both alike"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
+def reader_knobs(config: Config, store: Store) -> dict[str, Any]:
+    """What `Store.read` needs to know of the configuration. Without a divergence in the loss its
+    metrics are still read where the store has them at temperature 1."""
+    if not config.loss.kl_weight:
+        return {"targets": 1.0 in store.manifest.temperatures}
+    return {"temperature": config.loss.temperature, "top_k": config.cache.read_top_k}
+
+
+def step_knobs(config: Config, vocab_size: int) -> dict[str, Any]:
+    """What the step functions need to know of the configuration."""
+    compute_dtype = getattr(torch, config.train.compute_dtype)
+    return {"loss": config.loss, "vocab_size": vocab_size, "compute_dtype": compute_dtype}
+
+
+@torch.no_grad()
+def heldout_means(model: Model, store: Store, config: Config, vocab_size: int) -> dict[str, float]:
+    """The training objective on the validation rows, from stored targets, per valid token."""
+    rows = validation_rows(store)
+    size = config.train.micro_batch_size or config.train.batch_size
+    total: LossSums | None = None
+    for first in range(0, len(rows), size):
+        batch = store.read(rows[first : first + size], **reader_knobs(config, store))
+        total = add(total, loss_sums(model, batch, **step_knobs(config, vocab_size)))
+    return {f"heldout_{k}": v for k, v in means(total).items()} if total else {}
+
+
+def fit(
+    config: Config, folder: Path, model: Model, stores: tuple[Store, Store], steps: int, what: str
+) -> None:
+    """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`.
+
+    Raises:
+        Failure: the loss is not finite; names the step and the rows. Nothing of it is saved.
+        Stopped: after SIGTERM or SIGINT, the state being saved.
+    """
+    train, wanted, (train_store, heldout_store) = config.train, config.optimizer, stores
+    vocab_size = student_vocabulary(model, config, train_store)
+    schedule = learning_rate_schedule(
+        wanted.schedule,
+        learning_rate=wanted.learning_rate,
+        final=wanted.final_learning_rate,
+        warmup_steps=wanted.warmup_steps,
+        steps=steps,
+    )
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+    optimizer = Optimizer(
+        wanted.name,
+        parameters,
+        b1=wanted.b1,
+        b2=wanted.b2,
+        weight_decay=wanted.weight_decay,
+        clip_norm=wanted.clip_norm,
+    )
+    if train.remat == "layer":
+        recompute_layers(model)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
+    first = checkpoints.latest_step() or 0
+    if first:
+        checkpoints.restore(first, parameters, optimizer)
+        say(f"{what}: resumed at step {first} of {steps}")
+    tokens = train.batch_size * train_store.manifest.sequence_length
+    progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
+    stop: list[int] = []
+    before = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in STOPPING}
+    try:
+        with Metrics(folder, resume_step=first) as metrics, progress:
+            for index in range(first, steps):
+                begin = time.perf_counter()
+                rows = row_indices(
+                    index,
+                    batch_size=train.batch_size,
+                    num_rows=train_store.rows,
+                    seed=config.seed,
+                )
+                batch = train_store.read(rows, **reader_knobs(config, train_store))
+                gradients, sums = batch_gradients(
+                    model,
+                    batch,
+                    micro_batch_size=train.micro_batch_size or train.batch_size,
+                    **step_knobs(config, vocab_size),
+                )
+                values = means(sums)
+                values["gradient_norm"] = global_norm(gradients).item()
+                values["learning_rate"] = schedule(index)
+                step = index + 1
+                if not np.isfinite(values["loss"] + values["gradient_norm"]):
+                    raise Failure(
+                        f"step {step}: loss {values['loss']}, gradient norm "
+                        f"{values['gradient_norm']}, rows {rows.tolist()}; last checkpoint: step "
+                        f"{checkpoints.latest_step() or 0}; lower optimizer.learning_rate, or look "
+                        "at these rows"
+                    )
+                if not values["valid_tokens"]:
+                    say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
+                optimizer.step(gradients, values["learning_rate"])
+                del gradients
+                values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
+                at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
+                at_save = step == steps or bool(train.save_every and step % train.save_every == 0)
+                if at_eval:
+                    values |= heldout_means(model, heldout_store, config, vocab_size)
+                if at_eval or step % train.log_every == 0 or step == 1:
+                    metrics.log(step, values)
+                if at_save or stop:
+                    heldout_loss = values.get("heldout_loss")
+                    checkpoints.save(step, parameters, optimizer, heldout_loss=heldout_loss)
+                progress.update(step, values["loss"])
+                if stop and step < steps:
+                    name = signal.Signals(stop[0]).name
+                    raise Stopped(f"{what}: {name} at step {step} of {steps}, state saved")
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+    model.eval()
+
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+def student_vocabulary(model: Model, config: Config, store: Store) -> int:
+    """Real columns of the student's head: its tokenizer's length, or the store's without one.
+
+    Raises:
+        Refusal: the tokenizers map an id to different tokens; the embedding is too small.
+    """
+    embedding: Any = model.get_input_embeddings()
+    columns, length = embedding.num_embeddings, store.manifest.vocab_size
+    folder = Path(find_path(config.student.path)) if config.student.path else None
+    if folder and (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(folder)
+        store.check_vocabulary(tokenizer.vocab)
+        if store.manifest.vocabulary:
+            length = tokenizer.length
+    if store.largest_token >= columns:
+        raise Refusal(
+            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
+            f"got {columns}; use a student with the teacher's tokenizer"
+        )
+    return min(length, columns)
+
+
+def open_stores(config: Config) -> tuple[Store, Store]:
+    """`<cache.path>/train` and `/heldout`, finished, with a teacher if the loss needs one."""
+    stores = tuple(Store.open(f"{config.cache.path}/{split}") for split in ("train", "heldout"))
+    for store in stores:
+        store.require_complete()
+        if config.loss.kl_weight and not store.manifest.top_k:
+            raise Refusal(
+                f"expected a store with a teacher at {store.path}, got rows alone; run "
+                "python -m torch_ref.teacher, or set loss.kl_weight 0 and loss.ce_weight 1"
+            )
+    return stores[0], stores[1]
+
+
+def baseline_config(config: Config) -> Config:
+    """The same training without a teacher, at its own learning rate."""
+    rate = config.train.ce_baseline_learning_rate or config.optimizer.learning_rate
+    return dataclasses.replace(
+        config,
+        loss=dataclasses.replace(config.loss, kl_weight=0.0, ce_weight=1.0),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
+    )
+
+
+def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
+    """The whole job in order."""
+    stores = open_stores(config)
+    train_store, heldout_store = stores
+    start = config.student.path
+    if config.student.from_teacher is not None:
+        wanted = config.student.from_teacher
+        start = str(cut_student(config.teacher.path, run.path / "student", wanted))
+        config = dataclasses.replace(
+            config, student=dataclasses.replace(config.student, path=start)
+        )
+    steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
+
+    def student() -> Model:
+        model = load_model(start, dtype=config.train.param_dtype, device=device)
+        if compiled:
+            model.base_model.compile()
+        return model
+
+    model = student()
+    fit(config, run.path, model, stores, steps, "student")
+    models = {"student_before": student(), "student": model}
+    if config.train.ce_baseline:
+        baseline = models["ce_baseline"] = student()
+        folder = run.path / "ce_baseline"
+        fit(baseline_config(config), folder, baseline, stores, steps, "CE-only student")
+    table: dict[str, dict[str, float]] = {}
+    if config.teacher.path:
+        teacher = load_model(config.teacher.path, dtype=config.teacher.dtype, device=device)
+        table = heldout_table(
+            {"teacher": teacher, **models},
+            heldout_store,
+            table_rows(heldout_store),
+            batch_size=config.teacher.batch_size,
+            chunk_size=config.loss.chunk_size,
+        )
+        for name, row in table.items():
+            shown = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
+            say(f"held-out text, {name}: {shown}")
+    records = read_metrics(run.path / "metrics.jsonl")
+    last: dict[str, Any] = next((r for r in reversed(records) if "heldout_loss" in r), {})
+    export(model, start, run.path / "export")
+    summary = {
+        "heldout": table,
+        "validation": {k: v for k, v in last.items() if k.startswith("heldout_")},
+        "student_parameters": count_parameters(model),
+        "teacher_parameters": count_parameters(teacher) if config.teacher.path else None,
+        "steps": steps,
+        "tokens_trained": steps * config.train.batch_size * train_store.manifest.sequence_length,
+        "seconds": time.time() - run.started,
+        "cache": {
+            "path": train_store.path,
+            "tokens": train_store.tokens,
+            "bytes_per_token": train_store.nbytes / max(train_store.tokens, 1),
+        },
+    }
+    write_json(run.path / "summary.json", summary)
+    say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train as configured, with PyTorch."""
+    parser = argparse.ArgumentParser(prog="torch_ref.train", allow_abbrev=False, add_help=False)
+    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--compile", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    config = load(rest, "torch_ref.train")
+    refuse_unknown(config)
+    with Run(config, backend="torch") as run:
+        try:
+            distil(config, run, device=options.device, compiled=options.compile)
+        except Stopped as stopped:
+            say(f"{stopped}; the same command goes on from there")
+
+
+if __name__ == "__main__":
+    run_command(main)
