@@ -138,7 +138,9 @@ def heldout_table(
         raise Refusal(
             "expected held-out text for the table, got no valid token; raise data.heldout_fraction"
         )
-    table = jax.tree.map(lambda value: value / tokens, total)
+    # jit sorts the keys of a dictionary; the order given is the order people read.
+    means = jax.tree.map(lambda value: value / tokens, total)
+    table = {name: means[name] for name in ("teacher", *students)}
     for row in table.values():
         row["perplexity"] = math.exp(min(row["cross_entropy"], 700.0))
     return table

@@ -5,6 +5,7 @@ Then the gate, the loop, the held-out table, the export and the report. The same
 """
 
 import dataclasses
+import logging
 import shutil
 import signal
 import time
@@ -401,6 +402,7 @@ def last_heldout(folder: Path) -> dict[str, float]:
 
 def main(config: Config) -> None:
     """Train as configured; `python -m jax_distill.train` calls this with the command line's."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     mesh = sharding.make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp)

@@ -85,7 +85,8 @@ class Writer:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Delete shards without a commit, and files that a killed writer had not yet renamed."""
+        """Delete shards without a commit, and files that a killed writer had not yet renamed:
+        TensorStore reads a partial last shard before it writes it."""
         root = Path(self.path)
         keep = {
             root / shard_file(self.manifest, name, shard)

@@ -1,7 +1,7 @@
 """Both stores of a configuration: which ones are wanted, and whether they are there already."""
 
 import hashlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,7 +212,7 @@ def write_stores(config: Config) -> tuple[Store, Store]:
         )
     stores = []
     for split in SPLITS:
-        counts = {k: v for k, v in asdict(rows[split]).items() if isinstance(v, int)}
+        counts = {k: v for k, v in vars(rows[split]).items() if isinstance(v, int)}
         store = finished[split] or write_store(
             paths[split],
             replace(plan.manifests[split], counts=counts),
