@@ -217,3 +217,24 @@ def memory_of(compiled: Any) -> Memory:
         temps=stats.temp_size_in_bytes,
         aliases=stats.alias_size_in_bytes,
     )
+
+
+# Dense bf16 products with fp32 accumulation, TFLOP/s, from the makers' data sheets.
+BF16_TFLOPS = {
+    "a100-40": 312.0,
+    "a100-80": 312.0,
+    "h100": 989.4,
+    "h200": 989.4,
+    "b200": 2250.0,
+    "rtx4090": 165.2,
+    "rtx6000pro": 503.8,
+    "l40s": 362.0,
+}
+
+
+def peak_bf16_flops(device_kind: str) -> float | None:
+    """FLOP/s that a card's data sheet promises, by the name the driver reports; None if unknown."""
+    for key, gpu in GPUS.items():
+        if gpu.name in device_kind or device_kind in gpu.name:
+            return BF16_TFLOPS[key] * 1e12
+    return None

@@ -1,4 +1,4 @@
-"""GGUF files made here from known tensors → Hugging Face folders. No torch; needs the extra gguf."""
+"""GGUF files made here from known tensors → Hugging Face folders. No torch, extra gguf."""
 
 import json
 import sys

@@ -35,6 +35,7 @@ from jax_distill.config import (
     run_command,
 )
 from jax_distill.data import Tokenizer, row_indices
+from jax_distill.devices import peak_bf16_flops
 from jax_distill.model import Decoder
 from jax_distill.optimizer import learning_rate_schedule, make_optimizer
 from jax_distill.run import Metrics, Run, StepProgress, read_metrics, say, write_json
@@ -180,6 +181,7 @@ def fit(
     metrics = Metrics(folder, resume_step=first)
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens_per_step)
     profile = train.profile_steps or [-1, -1]
+    peak = peak_bf16_flops(mesh.devices.flat[0].device_kind)
     clock = time.perf_counter()
     with StopSignal() as stop, metrics, progress, checkpoints:
         for index, rows, batch in batches(train_store, config, mesh, first=first, steps=steps):
@@ -204,6 +206,8 @@ def fit(
             now = time.perf_counter()
             values["tokens_per_second"] = tokens_per_step / (now - clock)
             values["tflops_per_second"] = flops / (now - clock) / 1e12
+            if peak:
+                values["mfu"] = flops / (now - clock) / (peak * mesh.size)
             clock = now
 
             at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
@@ -314,7 +318,12 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     if teacher_folder and config.loss.kl_weight and not (run.path / "checkpoints").exists():
         run_gate(config, teacher_folder, train_store, mesh)
 
-    knobs = dict(stores=(train_store, heldout_store), mesh=mesh, steps=steps, vocab_size=vocab_size)
+    knobs: dict[str, Any] = {
+        "stores": (train_store, heldout_store),
+        "mesh": mesh,
+        "steps": steps,
+        "vocab_size": vocab_size,
+    }
     model = fit(config, run.path, load_on_mesh(start, config, mesh), what="student", **knobs)
     models = {"student": model}
     if config.train.ce_baseline:

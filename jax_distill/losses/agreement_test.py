@@ -41,7 +41,7 @@ def arrays(batch: Batch, dtype: Any = jnp.float32) -> dict[str, Any]:
 
 @cache
 def compiled(implementation: str, wrt: tuple[int, ...], knobs: tuple[tuple[str, Any], ...]) -> Any:
-    """jit of (hidden, lm_head, bias, the rest) → sums and gradients; compiled fast, not to be fast."""
+    """jit of (hidden, lm_head, bias, the rest) → sums and gradients."""
     loss = partial(IMPLEMENTATIONS[implementation], **dict(knobs))
 
     def value(hidden, lm_head, bias, data):

@@ -1,0 +1,1 @@
+"""Measurements: `python -m jax_distill.bench head | peers`, each with --help."""

@@ -1,0 +1,332 @@
+"""`bench head`: memory and time of the loss alone, hidden states and head to both gradients.
+
+On whatever device is there, or with `--plan h200` as XLA plans it for a GPU that is not (peak =
+arguments + outputs + temps − aliases; no time). Every row is one jitted function of its own:
+`kl_and_grads` with hidden donated, the others `value_and_grad` of loss/count by hidden and lm_head.
+
+Letters: T tokens (B = 1), D hidden, V vocabulary, K top_k, C chunk_size.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from jax_distill import devices, losses
+from jax_distill.config import Refusal
+
+PRODUCTS = {
+    "dense": 3,
+    "forward_chunked": 3,
+    "fused_chunked": 4,
+    "fused": 3,
+    "kl_and_grads": 3,
+}
+"""T·D·V matrix products of each: the logits, d_hidden, d_lm_head, and what is made again."""
+
+PAPER_GIB = {
+    ("dense", 32768): 85.2,
+    ("fused_chunked", 32768): 5.45,
+    ("forward_chunked", 262144): 134.2,
+    ("fused_chunked", 262144): 11.6,
+}
+"""arXiv 2608.03796, D = 4096, V = 131072, measured on one H200."""
+PAPER_SHAPE = (4096, 131072)
+
+CPU_OPERATIONS = 2e13
+"""More than this on a CPU is minutes to hours: refused."""
+
+
+class Case(NamedTuple):
+    """One row to be measured."""
+
+    implementation: str
+    tokens: int
+    hidden: int
+    vocab: int
+    top_k: int
+    chunk_size: int
+    dtype: str
+
+    @property
+    def operations(self) -> float:
+        """Floating-point operations of its products."""
+        return 2.0 * PRODUCTS[self.implementation] * self.tokens * self.hidden * self.vocab
+
+    @property
+    def floor(self) -> int:
+        """Bytes that no implementation can do without: inputs, and gradients (the head's in fp32).
+
+        `kl_and_grads` writes d_hidden over hidden.
+        """
+        width = jnp.dtype(self.dtype).itemsize
+        rows = (
+            self.tokens * self.hidden * width * (1 if self.implementation == "kl_and_grads" else 2)
+        )
+        targets = self.tokens * (self.top_k * 8 + 13)
+        return rows + self.vocab * self.hidden * (width + 4) + targets
+
+
+def function_of(case: Case) -> Any:
+    """The jitted function of a row: inputs → loss and both gradients."""
+    if case.implementation == "kl_and_grads":
+        core = partial(losses.kl_and_grads, chunk_size=case.chunk_size)
+        return jax.jit(lambda *inputs: core(*inputs), donate_argnums=0)
+    loss = losses.IMPLEMENTATIONS[case.implementation]
+
+    def mean(hidden: jax.Array, lm_head: jax.Array, *targets: jax.Array) -> jax.Array:
+        sums = loss(hidden, lm_head, *targets, chunk_size=case.chunk_size)
+        return sums.loss / jnp.maximum(sums.count, 1.0)
+
+    return jax.jit(jax.value_and_grad(mean, argnums=(0, 1)))
+
+
+def shapes_of(case: Case, sharding: Any = None) -> list[jax.ShapeDtypeStruct]:
+    """hidden, lm_head, labels, mask and the teacher's arrays, as the store gives them."""
+    rows, k, dtype = (1, case.tokens), case.top_k, jnp.dtype(case.dtype)
+    layout = [
+        ((*rows, case.hidden), dtype),
+        ((case.vocab, case.hidden), dtype),
+        (rows, jnp.int32),
+        (rows, jnp.bool_),
+        ((*rows, k), jnp.int32),
+        ((*rows, k), jnp.float32),
+        (rows, jnp.float32),
+        (rows, jnp.int32),
+    ]
+    return [jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for shape, kind in layout]
+
+
+def inputs_of(case: Case, seed: int = 0) -> list[jax.Array]:
+    """Random inputs: |logit| of a few, K unique ids a row, 90 % of the mass on the K."""
+    rows, k = (1, case.tokens), case.top_k
+    keys = jax.random.split(jax.random.key(seed), 4)
+    dtype = jnp.dtype(case.dtype)
+    hidden = jax.random.normal(keys[0], (*rows, case.hidden), dtype)
+    lm_head = jax.random.normal(keys[1], (case.vocab, case.hidden), dtype)
+    lm_head = lm_head * jnp.asarray(2.0 / case.hidden**0.5, dtype)
+    stride = jnp.arange(k, dtype=jnp.int32) * (case.vocab // k)
+    first = jax.random.randint(keys[2], (*rows, 1), 0, case.vocab)
+    indices = (first + stride[None, None, :]) % case.vocab
+    logprobs = jax.nn.log_softmax(2.0 * jax.random.normal(keys[3], (*rows, k))) + jnp.log(0.9)
+    return [
+        hidden,
+        lm_head,
+        indices[..., 0],
+        jnp.ones(rows, bool),
+        indices,
+        -jnp.sort(-logprobs, axis=-1),
+        jnp.full(rows, jnp.log(0.1), jnp.float32),
+        jnp.full(rows, k, jnp.int32),
+    ]
+
+
+def row_of(case: Case, device: str, memory: devices.Memory) -> dict[str, Any]:
+    """What is known of a case without running it."""
+    known = (case.hidden, case.vocab) == PAPER_SHAPE
+    return {
+        **case._asdict(),
+        "device": device,
+        "peak_gib": memory.peak / devices.GIB,
+        "floor_gib": case.floor / devices.GIB,
+        "paper_gib": PAPER_GIB.get((case.implementation, case.tokens)) if known else None,
+        "products": PRODUCTS[case.implementation],
+        "measured_gib": None,
+        "seconds": None,
+        "tflops": None,
+    }
+
+
+def plan(cases: Sequence[Case], gpu: devices.Gpu, on_row: Callable) -> list[dict[str, Any]]:
+    """Each case as XLA plans it for a GPU that is not here."""
+    mesh = Mesh(np.array(devices.planned_devices(gpu)), ("data",))
+    here = NamedSharding(mesh, PartitionSpec())
+    rows = []
+    for case in cases:
+        compiled = devices.compile_for_gpu(function_of(case), *shapes_of(case, here))
+        row = row_of(case, f"{gpu.name}, planned", devices.memory_of(compiled))
+        row["fits"] = row["peak_gib"] * devices.GIB < gpu.memory_bytes
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def measure(cases: Sequence[Case], repeats: int, on_row: Callable) -> list[dict[str, Any]]:
+    """Each case compiled and run on the device that is here, the leanest first.
+
+    A device remembers only its highest peak; in this order each new one belongs to the case just
+    run. What the device has no room for is compiled and not run.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        slow = max(cases, key=lambda case: case.operations)
+        if slow.operations > CPU_OPERATIONS:
+            raise Refusal(
+                f"expected at most {CPU_OPERATIONS:.0e} operations on a CPU, got "
+                f"{slow.operations:.0e} ({slow.implementation}, {slow.tokens} tokens); lower "
+                "--tokens, --hidden or --vocab, or use --plan h200"
+            )
+    compiled = [(case, function_of(case).lower(*shapes_of(case)).compile()) for case in cases]
+    plans = [(case, program, devices.memory_of(program)) for case, program in compiled]
+    rows = []
+    for case, program, memory in sorted(plans, key=lambda plan: plan[2].peak):
+        row = row_of(case, device.device_kind, memory)
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        row["fits"] = limit is None or memory.peak < limit
+        if row["fits"]:
+            row["seconds"], row["measured_gib"] = run(case, program, device, repeats)
+            row["tflops"] = case.operations / row["seconds"] / 1e12
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def run(case: Case, program: Any, device: Any, repeats: int) -> tuple[float, float | None]:
+    """Median seconds of a run after the first, and the device's new peak in GiB where it has one."""
+    before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    hidden, *rest = jax.block_until_ready(inputs_of(case))
+    seconds = []
+    for _ in range(repeats + 1):
+        given = hidden + jnp.zeros((), hidden.dtype)  # kl_and_grads takes its hidden away
+        jax.block_until_ready(given)
+        start = time.perf_counter()
+        jax.block_until_ready(program(given, *rest))
+        seconds.append(time.perf_counter() - start)
+        del given
+    after = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return float(np.median(seconds[1:])), after / devices.GIB if after > before else None
+
+
+COLUMNS = (
+    "implementation",
+    "tokens",
+    "C",
+    "products",
+    "peak GiB",
+    "floor",
+    "paper",
+    "measured",
+    "seconds",
+    "TFLOP/s",
+)
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as they go into the README."""
+    table = Table(*COLUMNS, title=f"the head alone, {rows[0]['device']}")
+    for row in rows:
+        table.add_row(
+            row["implementation"],
+            f"{row['tokens']:,}",
+            "" if row["implementation"] == "dense" else f"{row['chunk_size']:,}",
+            str(row["products"]),
+            f"{row['peak_gib']:.2f}" + ("" if row["fits"] else " (does not fit)"),
+            f"{row['floor_gib']:.2f}",
+            *[
+                "" if row[key] is None else f"{row[key]:{form}}"
+                for key, form in (
+                    ("paper_gib", ".2f"),
+                    ("measured_gib", ".2f"),
+                    ("seconds", ".4f"),
+                    ("tflops", ".3g"),
+                )
+            ],
+        )
+    Console(width=120).print(table)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Peak memory against tokens, one line an implementation and chunk size."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    lines = sorted({(row["implementation"], row["chunk_size"]) for row in rows})
+    for implementation, chunk_size in lines:
+        points = sorted(
+            (row["tokens"], row["peak_gib"])
+            for row in rows
+            if (row["implementation"], row["chunk_size"]) == (implementation, chunk_size)
+        )
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{implementation}, C={chunk_size}")
+    paper = [(t, gib) for (_, t), gib in PAPER_GIB.items()]
+    if any(row["paper_gib"] is not None for row in rows):
+        axes.scatter(*zip(*paper, strict=True), marker="x", color="black", label="the paper")
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="peak GiB")
+    axes.set_title(rows[0]["device"])
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def numbers(text: str) -> list[int]:
+    """`8192,32768` → [8192, 32768].
+
+    Raises:
+        Refusal: something else.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise Refusal(f"expected positive numbers with commas between, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """The command line and the cases it asks for."""
+    parser = argparse.ArgumentParser(prog="python -m jax_distill.bench head", allow_abbrev=False)
+    parser.add_argument("--tokens", default="32768,262144", help="T, several with commas")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=131072)
+    parser.add_argument("--top_k", type=int, default=100)
+    parser.add_argument("--chunk_size", default="1024", help="C, several with commas")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--implementation", default=",".join(PRODUCTS), help="several with commas")
+    parser.add_argument("--plan", metavar="GPU", help=f"one of {', '.join(devices.GPUS)}")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs, the median counts")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--plot", type=Path, help="draw memory against tokens here")
+    options = parser.parse_args(argv)
+    names = options.implementation.split(",")
+    if unknown := sorted(set(names) - set(PRODUCTS)):
+        raise Refusal(f"expected --implementation of {', '.join(PRODUCTS)}, got {unknown[0]!r}")
+    if options.top_k > options.vocab:
+        raise Refusal(f"expected --top_k at most --vocab {options.vocab}, got {options.top_k}")
+    shape = (options.hidden, options.vocab, options.top_k)
+    cases = [
+        Case(name, tokens, *shape, chunk_size, options.dtype)
+        for tokens in numbers(options.tokens)
+        for name in names
+        for chunk_size in numbers(options.chunk_size)
+    ]
+    return options, list(dict.fromkeys(cases))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure or plan, print the table, write what was asked for."""
+    options, cases = read_options(argv)
+
+    def tell(row: dict[str, Any]) -> None:
+        print(f"{row['implementation']} {row['tokens']}: {row['peak_gib']:.3f} GiB", flush=True)
+
+    if options.plan:
+        rows = plan(cases, devices.find_gpu(options.plan), tell)
+    else:
+        rows = measure(cases, options.repeats, tell)
+    print_table(rows)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(rows, options.plot)
+    return 0
