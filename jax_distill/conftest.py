@@ -1,4 +1,4 @@
-"""Strict JAX for every test of this package: no silent promotion, no silent broadcasting, 8 devices."""
+"""Strict JAX for every test here: no silent promotion, no silent broadcasting, 8 devices."""
 
 import os
 

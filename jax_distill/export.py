@@ -53,10 +53,10 @@ def model_card(*, summary: Mapping[str, Any], config: Mapping[str, Any], store: 
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        "tags: [distillation, jax-distill]",
+        f"tags: [{'distillation, ' if config['teacher']['path'] else ''}jax-distill]",
         "---",
         "",
-        "# A distilled student",
+        "# A distilled student" if config["teacher"]["path"] else "# A language model",
         "",
         f"Trained with jax_distill on {summary['tokens_trained']:,} tokens "
         f"({summary['steps']:,} steps).",

@@ -84,6 +84,7 @@ def test_a_missing_or_broken_config_is_refused_with_its_path(tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )

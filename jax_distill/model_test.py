@@ -4,6 +4,7 @@ What its numbers must be is proven against transformers in parity_tests.
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -148,8 +149,28 @@ def test_large_logits_do_not_leak_across_documents():
     assert np.array_equal(mixed, value)
 
 
-def test_the_fast_attention_of_a_cpu_is_products():
-    assert fast_attention(jnp.bfloat16, 64) == "products"
+@pytest.mark.parametrize(
+    "device,dtype,length,head_dim,expected",
+    [
+        (("cpu", None), jnp.bfloat16, 8, 64, "products"),
+        (("gpu", "9.0"), jnp.bfloat16, 8, 64, "cudnn"),
+        (("gpu", "8.0"), jnp.float16, 8, 128, "cudnn"),
+        (("gpu", "9.0"), jnp.float32, 8, 64, "xla"),
+        (("gpu", "9.0"), jnp.bfloat16, 7, 64, "xla"),
+        (("gpu", "9.0"), jnp.bfloat16, 8, 192, "xla"),
+        (("gpu", "9.0"), jnp.bfloat16, 8, 36, "xla"),
+        (("gpu", "7.5"), jnp.bfloat16, 8, 64, "xla"),
+        (("gpu", "gfx942"), jnp.bfloat16, 8, 64, "xla"),
+        (("tpu", None), jnp.bfloat16, 8, 64, "xla"),
+    ],
+)
+def test_cudnn_is_chosen_where_its_kernel_takes_the_input(
+    monkeypatch, device, dtype, length, head_dim, expected
+):
+    platform, capability = device
+    fake = types.SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [fake])
+    assert fast_attention(dtype, length, head_dim) == expected
 
 
 @pytest.mark.parametrize("remat", ["layer", "dots"])

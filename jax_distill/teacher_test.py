@@ -179,7 +179,7 @@ def test_padding_columns_of_the_head_never_teach(tmp_path):
     np.testing.assert_allclose(a["teacher_log_tail"], b["teacher_log_tail"], atol=1e-5)
 
 
-def test_a_resumed_store_is_byte_identical_and_batches_do_not_cross_shards(tmp_path):
+def test_a_resumed_store_is_byte_identical_where_batches_do_not_divide_shards(tmp_path):
     rows = single_rows(21, 12)
     wanted = manifest(12, shard_rows=5)
     write(tmp_path / "a", rows, random_model(), wanted)

@@ -238,6 +238,8 @@ def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> t
     if config.student.from_teacher is None:
         start = hf.local_folder(find_path(config.student.path))
         inside.mkdir(exist_ok=True)
+        if not (start / "tokenizer.json").exists():
+            student.copy_tokenizer(teacher.tokenizer_folder(config, teacher_folder), inside)
         student.copy_tokenizer(start, inside)
         shutil.copyfile(start / "config.json", inside / "config.json")
         return start, inside

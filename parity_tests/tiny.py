@@ -19,6 +19,7 @@ from jax_distill.model import Decoder, ModelConfig
 from torch_ref.model import load_model
 from torch_ref.teacher import write_store
 
+torch.set_num_threads(1)  # tests share their cores; torch's threads would wait for each other
 WORDS = 300  # the tokenizer's length
 # Many small programs: compiling them well would take longer than running them badly.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

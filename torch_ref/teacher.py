@@ -235,10 +235,18 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torch_ref.teacher", allow_abbrev=False, add_help=False
     )
-    parser.add_argument("--rows", required=True)
-    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--rows", help="folder with the stores of rows, train and heldout")
+    parser.add_argument("--device", default=default_device(), help="cpu or cuda")
     options, rest = parser.parse_known_args(argv)
-    write_stores(load(rest, "torch_ref.teacher"), options.rows, device=options.device)
+    if "--help" in rest:
+        parser.print_help()
+    config = load(rest, "torch_ref.teacher")
+    if not options.rows:
+        raise Refusal(
+            "expected --rows STORES, got none; make them with python -m jax_distill.teacher "
+            "--teacher.path '' --loss.kl_weight 0 --loss.ce_weight 1 --cache.path STORES"
+        )
+    write_stores(config, options.rows, device=options.device)
 
 
 if __name__ == "__main__":

@@ -302,10 +302,14 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Train as configured, with PyTorch."""
-    parser = argparse.ArgumentParser(prog="torch_ref.train", allow_abbrev=False, add_help=False)
-    parser.add_argument("--device", default=default_device())
-    parser.add_argument("--compile", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_ref.train", allow_abbrev=False, add_help=False
+    )
+    parser.add_argument("--device", default=default_device(), help="cpu or cuda")
+    parser.add_argument("--compile", action="store_true", help="compile the decoder")
     options, rest = parser.parse_known_args(argv)
+    if "--help" in rest:
+        parser.print_help()
     config = load(rest, "torch_ref.train")
     refuse_unknown(config)
     with Run(config, backend="torch") as run:

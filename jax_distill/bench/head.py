@@ -193,7 +193,7 @@ def measure(cases: Sequence[Case], repeats: int, on_row: Callable) -> list[dict[
 
 
 def run(case: Case, program: Any, device: Any, repeats: int) -> tuple[float, float | None]:
-    """Median seconds of a run after the first, and the device's new peak in GiB where it has one."""
+    """Median seconds of a run, and the new peak in GiB of a device that tells it."""
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     hidden, *rest = jax.block_until_ready(inputs_of(case))
     seconds = []

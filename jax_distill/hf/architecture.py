@@ -163,6 +163,8 @@ def _rope_dictionary(raw: Mapping[str, Any]) -> dict[str, Any]:
                 raise Refusal(f"expected one rope for all layers, got one for {key!r}")
             if value is None:
                 continue
+            if not isinstance(value, str if key == "rope_type" else int | float):
+                raise Refusal(f"expected a number for the rope's {key!r}, got {value!r}")
             if merged.setdefault(key, value) != value:
                 raise Refusal(
                     f"expected one value of {key!r}, got {merged[key]!r} and {value!r} in "

@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_distill.config import Refusal
 from jax_distill.hf.architecture import model_config
-from jax_distill.hf.gguf_tokenizer import write_tokenizer
+from jax_distill.hf.gguf_tokenizer import required, write_tokenizer
 from jax_distill.hf.tensor_files import write_tensors
 from jax_distill.hf.weights import weight_table
 
@@ -157,9 +157,7 @@ def _config(metadata: dict[str, Any], *, tied: bool, source: Path) -> dict[str, 
         )
 
     def value(key: str) -> Any:
-        if key not in values:
-            raise Refusal(f"expected 'llama.{key}' in {source}, got none; do fetch it again")
-        return values[key]
+        return required(metadata, f"llama.{key}")
 
     heads = value("attention.head_count")
     head_dim = values.get("attention.key_length", value("embedding_length") // heads)
@@ -170,7 +168,7 @@ def _config(metadata: dict[str, Any], *, tied: bool, source: Path) -> dict[str, 
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": values.get("vocab_size", len(required(metadata, "tokenizer.ggml.tokens"))),
         "hidden_size": value("embedding_length"),
         "intermediate_size": value("feed_forward_length"),
         "num_hidden_layers": value("block_count"),

@@ -30,20 +30,26 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], *, context: int) -> 
             f"expected a byte-level BPE tokenizer cut like {' or '.join(PRE_TOKENIZERS)}, got "
             f"tokenizer.ggml.model {kind!r}, pre {pre!r}; do use the model's Hugging Face folder"
         )
-    tokens = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokens, kinds = (
+        required(metadata, f"tokenizer.ggml.{key}") for key in ("tokens", "token_type")
+    )
+    merges = [tuple(merge.split(" ")) for merge in required(metadata, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
-    for text, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            token = AddedToken(text, special=kind == CONTROL, normalized=False)
-            tokenizer.add_special_tokens([token]) if kind == CONTROL else tokenizer.add_tokens(
-                [token]
-            )
+    whole = {
+        kind: [
+            AddedToken(text, special=kind == CONTROL, normalized=False)
+            for text, other in zip(tokens, kinds, strict=True)
+            if other == kind
+        ]
+        for kind in (CONTROL, USER_DEFINED)
+    }
+    tokenizer.add_special_tokens(whole[CONTROL])
+    tokenizer.add_tokens(whole[USER_DEFINED])
     named = _named_tokens(metadata)
     if metadata.get("tokenizer.ggml.add_bos_token"):
-        bos = named["bos_token"]
+        bos = required(named, "bos_token")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
@@ -62,12 +68,17 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], *, context: int) -> 
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+def required(metadata: dict[str, Any], key: str) -> Any:
+    """metadata[key]; raises Refusal where the file has none."""
+    if key not in metadata:
+        raise Refusal(f"expected {key!r} in the GGUF file, got none; do fetch it again")
+    return metadata[key]
+
+
 def _named_tokens(metadata: dict[str, Any]) -> dict[str, str]:
-    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    return {
-        f"{name}_token": metadata["tokenizer.ggml.tokens"][
-            metadata[f"tokenizer.ggml.{key}_token_id"]
-        ]
-        for key, name in names.items()
-        if f"tokenizer.ggml.{key}_token_id" in metadata
-    }
+    named = {}
+    for key, name in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None:
+            named[f"{name}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
+    return named

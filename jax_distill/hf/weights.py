@@ -162,20 +162,26 @@ def _read_leaf(
     files: dict[str, Path], keys: list[str], param: nnx.Param, sharding: Sharding
 ) -> jax.Array:
     """One parameter from its tensors (one a layer), cast, each device's part read for itself."""
-    stacked = param.logical_axes[0] == "layers"
+    parts: dict[str, np.ndarray] = {}  # devices that hold the same part share one
 
     def part(index: Any) -> np.ndarray:
-        if not stacked:
-            return read_slice(files[keys[0]], keys[0], index).astype(param.dtype)
-        shape = [
-            len(range(*cut.indices(size))) for cut, size in zip(index, param.shape, strict=True)
-        ]
-        leaf = np.empty(shape, param.dtype)
-        for layer, key in enumerate(keys[index[0]]):
-            leaf[layer] = read_slice(files[key], key, index[1:])
-        return leaf
+        if str(index) not in parts:
+            parts[str(index)] = _read_part(files, keys, param, index)
+        return parts[str(index)]
 
     return jax.make_array_from_callback(param.shape, sharding, part).block_until_ready()
+
+
+def _read_part(
+    files: dict[str, Path], keys: list[str], param: nnx.Param, index: tuple[slice, ...]
+) -> np.ndarray:
+    if param.logical_axes[0] != "layers":
+        return read_slice(files[keys[0]], keys[0], index).astype(param.dtype, copy=False)
+    sizes = [len(range(*cut.indices(n))) for cut, n in zip(index, param.shape, strict=True)]
+    stacked = np.empty(sizes, param.dtype)
+    for layer, key in enumerate(keys[index[0]]):
+        stacked[layer] = read_slice(files[key], key, index[1:])
+    return stacked
 
 
 def save_weights(
@@ -198,7 +204,7 @@ def save_weights(
 
     def tensor(key: str) -> np.ndarray:
         leaf, layer = values[table[key].path], table[key].layer
-        return np.asarray(leaf if layer is None else leaf[layer]).astype(dtype)
+        return np.asarray(leaf if layer is None else leaf[layer]).astype(dtype, copy=False)
 
     shapes = {key: slot.shape for key, slot in table.items()}
     return write_tensors(

@@ -1,6 +1,7 @@
 """Causal attention that keeps documents apart, behind one function."""
 
 import math
+import re
 from typing import Literal, get_args
 
 import jax
@@ -25,7 +26,7 @@ def attention(
     `implementation` is one of ATTENTION_IMPLEMENTATIONS; None takes `fast_attention`'s choice.
     "cudnn" and "xla" are `jax.nn.dot_product_attention`'s, "products" is `attention_products`.
     """
-    implementation = implementation or fast_attention(query.dtype, query.shape[-1])
+    implementation = implementation or fast_attention(query.dtype, *query.shape[1::2])
     if implementation == "products":
         return attention_products(query, key, value, segment_ids)
     mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
@@ -34,17 +35,18 @@ def attention(
     )
 
 
-def fast_attention(dtype: jnp.dtype, head_dim: int) -> Implementation:
-    """The implementation for the first local device: "cudnn" on an NVIDIA GPU of the Ampere
-    generation or later in bf16 or fp16 with a head width of at most 128 that 8 divides, which is
-    what cuDNN's kernel takes; "products" on a CPU; "xla" elsewhere."""
+def fast_attention(dtype: jnp.dtype, length: int, head_dim: int) -> Implementation:
+    """The implementation for the first local device: "products" on a CPU; "cudnn" on an NVIDIA GPU
+    of the Ampere generation or later where cuDNN's kernel takes the input (bf16 or fp16, an even
+    length, a head width of at most 128 that 8 divides); "xla" elsewhere."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return "products"
-    capability = float(getattr(device, "compute_capability", 0) or 0)
+    capability = str(getattr(device, "compute_capability", ""))  # "9.0"; "gfx942" is AMD's
+    nvidia = device.platform == "gpu" and re.fullmatch(r"([89]|\d\d)\.\d", capability)
     half = dtype in (jnp.bfloat16, jnp.float16)
-    fits = half and head_dim <= 128 and head_dim % 8 == 0
-    return "cudnn" if device.platform == "gpu" and capability >= 8.0 and fits else "xla"
+    fits = half and length % 2 == 0 and head_dim <= 128 and head_dim % 8 == 0
+    return "cudnn" if nvidia and fits else "xla"
 
 
 def attention_products(

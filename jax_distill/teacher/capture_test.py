@@ -21,7 +21,7 @@ def targets(hidden, lm_head, **knobs) -> dict[str, np.ndarray]:
     return {name: np.asarray(each) for name, each in found.items()}
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 13),

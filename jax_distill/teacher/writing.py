@@ -47,7 +47,7 @@ def write_store(
 
     Args:
         rows: tokens, segment_ids, positions int32 and loss_mask uint8 [N,T].
-        batch_size: rows per teacher step; the last batch of a shard is padded.
+        batch_size: rows per teacher step; a shard begins a new one.
         chunk_size: positions whose logits are in memory at a time.
 
     Raises:
@@ -146,12 +146,13 @@ def _slice(rows: dict[str, np.ndarray], first: int, last: int) -> dict[str, np.n
 def _batches(
     rows: dict[str, np.ndarray], first: int, last: int, batch_size: int, mesh: Mesh
 ) -> Iterator[dict[str, jax.Array]]:
-    """Rows first…last on the devices, batch_size at a time; what the last batch lacks is
-    padding."""
+    """Rows from first to last on the devices, batch_size at a time. The last batch may run over
+    into the next shard, whose turn comes again; beyond the last row there is padding.
+    """
     for start in range(first, last + 1, batch_size):
         batch = {}
         for name in ("tokens", "segment_ids", "positions"):
-            part = rows[name][start : min(start + batch_size, last + 1)]
+            part = rows[name][start : start + batch_size]
             batch[name] = np.pad(part, ((0, batch_size - len(part)), (0, 0)))
         yield sharding.place_batch(mesh, batch)
 

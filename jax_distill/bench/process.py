@@ -1,0 +1,67 @@
+"""Time and peak memory of one function in a process of its own. Imports neither jax nor torch.
+
+A contestant of `bench peers` is a process: `python -m MODULE NAME INPUTS.npz OUTPUT.npz REPEATS`. It
+loads the inputs, calls `measure` and writes loss, gradients, seconds and peak_bytes.
+"""
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Outcome(NamedTuple):
+    """loss: sum over tokens; d_hidden [T,D], d_lm_head [V,D]: of the sum."""
+
+    loss: float
+    d_hidden: np.ndarray
+    d_lm_head: np.ndarray
+
+
+def resident_bytes() -> int:
+    """What the process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def peak_bytes() -> int:
+    """The most it has held since `forget_peak` (since its start where the kernel cannot forget)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak() -> None:
+    """Let the high-water mark start again from what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(function: Callable[[], Outcome], repeats: int) -> dict[str, Any]:
+    """Median seconds of `repeats` calls after one, and the peak beyond what was held before."""
+    forget_peak()
+    before = resident_bytes()
+    outcome = function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        outcome = function()
+        seconds.append(time.perf_counter() - start)
+    peak = peak_bytes() - before
+    return {**outcome._asdict(), "seconds": float(np.median(seconds)), "peak_bytes": peak}
+
+
+def run_contestant(contestants: dict[str, Callable[..., Callable[[], Outcome]]]) -> None:
+    """The body of such a process. A contestant takes the inputs by name; ImportError: exit 3."""
+    name, inputs, output, repeats = sys.argv[1:]
+    data = dict(np.load(inputs))
+    try:
+        function = contestants[name](**data)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(3) from None
+    np.savez(output, **measure(function, int(repeats)))
