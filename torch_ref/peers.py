@@ -23,11 +23,9 @@ def differentiated(
     leaves = [torch.tensor(x, requires_grad=True) for x in (hidden, lm_head)]
 
     def call() -> Outcome:
-        for leaf in leaves:
-            leaf.grad = None
         value = loss(*leaves)
-        value.backward()
-        return Outcome(value.item(), *[leaf.grad.numpy() for leaf in leaves])
+        d_hidden, d_lm_head = torch.autograd.grad(value, leaves)
+        return Outcome(value.item(), d_hidden.numpy(), d_lm_head.numpy())
 
     return call
 

@@ -1,7 +1,7 @@
 """Time and peak memory of one function in a process of its own. Imports neither jax nor torch.
 
-A contestant of `bench peers` is a process: `python -m MODULE NAME INPUTS.npz OUTPUT.npz REPEATS`. It
-loads the inputs, calls `measure` and writes loss, gradients, seconds and peak_bytes.
+A contestant of `bench peers` is a process, `python -m MODULE NAME INPUTS.npz OUTPUT.npz REPEATS`,
+that loads the inputs, calls `measure` and writes loss, gradients, seconds and peak_bytes.
 """
 
 import resource
