@@ -2,7 +2,7 @@
 
 ```bash            runs as it stands
 ```bash long       runs with --train.steps 2 (a command of more than 5 minutes)
-```bash needs-gpu  (or needs-hub, needs-cluster) is shown and not run here
+```bash needs-gpu  (or needs-hub, needs-cluster, planned) is shown and not run here
 """
 
 import re
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 FENCE = re.compile(r"^```(?:bash|sh)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster"}
+NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "planned"}
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_distill.config import Refusal
-from jax_distill.model import Decoder, ModelConfig, RopeConfig, attention
-from jax_distill.model.attention import fast_attention
+from jax_distill.model import Decoder, ModelConfig, RopeConfig
+from jax_distill.model.attention import attention, fast_attention
 
 CONFIG = ModelConfig(
     vocab_size=61,

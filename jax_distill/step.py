@@ -62,12 +62,19 @@ def means(sums: losses.LossSums) -> dict[str, jax.Array]:
 
 
 def make_train_step(
-    graphdef: Any, optimizer: Any, schedule: Any, *, loss: LossConfig, vocab_size: int
+    graphdef: Any,
+    optimizer: Any,
+    schedule: Any,
+    *,
+    loss: LossConfig,
+    vocab_size: int,
+    places: Any = None,
 ) -> Any:
     """(state, batch [A,B,T]) → (state, metrics): A micro-batches, one optimizer step.
 
     One denominator: the valid tokens of the whole step, whatever A and the devices. The gradients
-    of A > 1 micro-batches are summed in fp32. `state` is donated.
+    of A > 1 micro-batches are summed in fp32. `state` is donated. `places`: the shardings of the
+    state, which then leaves as it came; a leaf that came back elsewhere would compile again.
     """
 
     def step_fn(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict]:
@@ -100,7 +107,7 @@ def make_train_step(
         metrics["learning_rate"] = schedule(state.step)
         return TrainState(params, opt_state, state.step + 1), metrics
 
-    return jax.jit(step_fn, donate_argnums=0)
+    return jax.jit(step_fn, donate_argnums=0, out_shardings=(places, None))
 
 
 def make_eval_step(graphdef: Any, *, loss: LossConfig, vocab_size: int) -> Any:

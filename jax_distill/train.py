@@ -168,7 +168,12 @@ def fit(
     graphdef, state = make_state(model, optimizer, mesh)
     del model
     train_step = make_train_step(
-        graphdef, optimizer, schedule, loss=config.loss, vocab_size=vocab_size
+        graphdef,
+        optimizer,
+        schedule,
+        loss=config.loss,
+        vocab_size=vocab_size,
+        places=jax.tree.map(lambda leaf: leaf.sharding, state),
     )
     eval_step = make_eval_step(graphdef, loss=config.loss, vocab_size=vocab_size)
 
@@ -216,7 +221,8 @@ def fit(
                 values |= heldout_means(eval_step, state.params, heldout_store, config, mesh)
             if at_eval or step % train.log_every == 0 or step == 1:
                 metrics.log(step, values)
-            if at_save or stop.received:
+            stopping = stop.received  # read once: it may come between the save and the stop
+            if at_save or stopping:
                 checkpoints.save(
                     step,
                     state.params,
@@ -224,8 +230,8 @@ def fit(
                     heldout_loss=values.get("heldout_loss"),
                 )
             progress.update(step, values["loss"])
-            if stop.received and step < steps:
-                raise Stopped(f"{what}: {stop.received} at step {step} of {steps}, state saved")
+            if stopping and step < steps:
+                raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
             if at_eval or at_save:
                 clock = time.perf_counter()
     return nnx.merge(graphdef, state.params)

@@ -283,7 +283,9 @@ def test_the_step_compiles_once(folder, finished):
     schedule = lambda _: jnp.float32(0.1)  # noqa: E731
     optimizer = make_optimizer("adamw", schedule, b1=0.9, b2=0.9, weight_decay=0.1, clip_norm=1.0)
     graphdef, state = make_state(model, optimizer, mesh)
-    step = make_train_step(graphdef, optimizer, schedule, loss=config.loss, vocab_size=300)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    knobs = dict(loss=config.loss, vocab_size=300, places=places)
+    step = make_train_step(graphdef, optimizer, schedule, **knobs)
     for _, _, batch in train.batches(store, config, mesh, first=0, steps=4):
         state, _ = step(state, batch)
     assert step._cache_size() == 1

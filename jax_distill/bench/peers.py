@@ -115,9 +115,10 @@ def contest(
     output = inputs.with_name("output.npz")
     command = [sys.executable, "-m", peer.module, peer.name, inputs, output, options.repeats]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    row: dict[str, Any] = {**peer._asdict(), "installed": done.returncode != 3}
+    missing = done.stderr.strip() if done.returncode == 3 else None
+    row: dict[str, Any] = {**peer._asdict(), "missing": missing}
     keys = ("value_error", "d_hidden_error", "d_lm_head_error", "seconds", "peak_mib")
-    if not row["installed"]:
+    if missing:
         return row | dict.fromkeys(keys)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
@@ -146,8 +147,8 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
         title=title,
     )
     for row in rows:
-        if not row["installed"]:
-            table.add_row(row["label"], row["computes"], str(row["products"]), "not installed")
+        if row["missing"]:
+            table.add_row(row["label"], row["computes"], str(row["products"]), row["missing"])
             continue
         errors = (f"{row[k]:.1e}" for k in ("value_error", "d_hidden_error", "d_lm_head_error"))
         seconds, peak = f"{row['seconds']:.2f}", f"{row['peak_mib']:.0f}"

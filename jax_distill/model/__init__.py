@@ -4,7 +4,7 @@ Alphabet of all shapes here: B rows, T positions, D hidden, V vocabulary; H quer
 heads, Q head width, F MLP width, L layers.
 """
 
-from jax_distill.model.attention import ATTENTION_IMPLEMENTATIONS, Implementation, attention
+from jax_distill.model.attention import ATTENTION_IMPLEMENTATIONS, Implementation
 from jax_distill.model.configuration import ModelConfig, RopeConfig
 from jax_distill.model.decoder import REMAT, Decoder
 
@@ -15,5 +15,4 @@ __all__ = [
     "Implementation",
     "ModelConfig",
     "RopeConfig",
-    "attention",
 ]

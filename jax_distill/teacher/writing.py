@@ -23,11 +23,13 @@ from jax_distill.teacher.capture import capture
 def expected_bytes(manifest: Manifest, rows: int) -> int:
     """What a store of that many rows will take on disk, a little from above.
 
-    Measured after compression: an id takes less than log2(V) bits, a gap a byte, the rest of a
-    position 10 to 16 bytes.
+    Measured after compression: an id takes less than log2(V) bits, a gap a byte, a temperature 7
+    bytes, the rest of a position 3 to 16 bytes; each compressed piece of a row has its overhead.
     """
-    per_id = math.log2(max(manifest.vocab_size, 2)) / 8
-    return int(rows * manifest.sequence_length * (manifest.top_k * (per_id + 1.0) + 16))
+    length = manifest.sequence_length
+    per_entry = math.log2(max(manifest.vocab_size, 2)) / 8 + 1.0
+    per_token = manifest.top_k * per_entry + 8 * len(manifest.temperatures) + 16
+    return int(rows * (length * per_token + 400))
 
 
 def write_store(

@@ -1,0 +1,126 @@
+"""Rows split, vocabulary split, both: the same numbers, and nothing V wide travels."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_distill.config import Refusal
+from jax_distill.losses import IMPLEMENTATIONS, Layout
+from jax_distill.losses.agreement_test import FAST_COMPILE, arrays, assert_agrees
+from jax_distill.losses.float64_test import float64_loss, make_batch
+
+KNOBS = {"vocab_size": 260, "ce_weight": 0.3, "temperature": 2.0, "soft_cap": 9.0}
+COLUMNS = 264  # of which a device holds 132 or 33: no other size here is one of these
+GATHER = re.compile(r"= (.*?) (?:all-gather|all-to-all)(?:-start)?\(")
+
+
+def make_mesh(rows: int, columns: int) -> Mesh:
+    devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+    return Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[dict[str, Any], Any]:
+    """[8,13,..] rows with holes, a head of 264 columns of which 260 are real, and the answer."""
+    batch = make_batch(31, shape=(8, 13, 16, COLUMNS, 5), vocab_size=260, temperature=2.0)
+    batch = batch.replace(bias=np.random.default_rng(0).normal(size=COLUMNS))
+    data = arrays(batch) | {"bias": jnp.asarray(batch.bias, jnp.float32)}
+    return data, float64_loss(batch, **KNOBS)
+
+
+def compiled(implementation: str, data: dict[str, Any], mesh: Mesh, **knobs: Any) -> Any:
+    """The program for inputs already split over the mesh, gradients split as their inputs."""
+    columns = {"lm_head", "bias"}
+    loss = partial(IMPLEMENTATIONS[implementation], chunk_size=4, **KNOBS, **knobs)
+
+    def value(trained, rest):
+        sums = loss(**trained, **rest)
+        return sums.loss, sums
+
+    def shaped(name):
+        sharding = NamedSharding(mesh, P("tensor") if name in columns else P("data"))
+        return jax.ShapeDtypeStruct(data[name].shape, data[name].dtype, sharding=sharding)
+
+    trained = {name: shaped(name) for name in ("hidden", "lm_head", "bias")}
+    rest = {name: shaped(name) for name in data if name not in trained}
+    places = {name: leaf.sharding for name, leaf in trained.items()}
+    whole = NamedSharding(mesh, P())
+    function = jax.jit(
+        jax.value_and_grad(value, has_aux=True),
+        out_shardings=((whole, whole), places),
+        compiler_options=FAST_COMPILE,
+    )
+    return function.lower(trained, rest).compile(), trained, rest
+
+
+def run(program: Any, shapes: list[dict[str, Any]], data: dict[str, Any]) -> Any:
+    """Sums and gradients by name, as float64_loss gives them."""
+    split = [{k: jax.device_put(data[k], s.sharding) for k, s in part.items()} for part in shapes]
+    (_, sums), gradients = program(*split)
+    return (
+        {name: float(value) for name, value in sums._asdict().items()},
+        {name: np.asarray(gradient, np.float64) for name, gradient in gradients.items()},
+    )
+
+
+def gathered_sizes(text: str) -> set[int]:
+    """Every dimension of everything that is gathered in a compiled program."""
+    gathered = [found[1] for line in text.splitlines() if (found := GATHER.search(line))]
+    return {
+        int(n) for dims in re.findall(r"\[([\d,]+)\]", " ".join(gathered)) for n in dims.split(",")
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (2, 1), (1, 2), (2, 2), (8, 1), (1, 8), (4, 2)]
+)
+def test_a_split_by_hand_changes_no_number(problem, rows, columns):
+    """1, 2, 4, 8 devices: rows, vocabulary, both. Only numbers per token travel."""
+    data, wanted = problem
+    mesh = make_mesh(rows, columns)
+    layout = Layout(mesh, rows=("data",), vocabulary="tensor")
+    program, *shapes = compiled("fused", data, mesh, layout=layout)
+    assert_agrees(run(program, shapes, data), wanted)
+    assert not gathered_sizes(program.as_text())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 1), (1, 8), (4, 2)])
+def test_the_compiler_splits_fused_as_well(problem, rows, columns):
+    """Plain jit on split inputs, valid positions first."""
+    data, wanted = problem
+    program, *shapes = compiled("fused", data, make_mesh(rows, columns), valid_first=True)
+    assert_agrees(run(program, shapes, data), wanted)
+    assert not gathered_sizes(program.as_text()) & {COLUMNS, COLUMNS // columns}
+
+
+@pytest.mark.parametrize("implementation", ["dense", "fused_chunked"])
+def test_the_compiler_splits_the_other_implementations(problem, implementation):
+    data, wanted = problem
+    program, *shapes = compiled(implementation, data, make_mesh(4, 2))
+    assert_agrees(run(program, shapes, data), wanted)
+
+
+def test_the_head_gradient_is_summed_over_the_devices_once(problem):
+    """With rows split by hand the sum of [V,D] stands after the loop, not in it."""
+    data, _ = problem
+    mesh = make_mesh(8, 1)
+    program, *_ = compiled("fused", data, mesh, layout=Layout(mesh, rows=("data",)))
+    sums = [
+        line
+        for line in program.as_text().splitlines()
+        if "all-reduce(" in line and f"f32[{COLUMNS},16]" in line
+    ]
+    assert len(sums) == 1 and "while/body" not in sums[0]
+
+
+def test_a_layout_is_refused_where_it_means_nothing(problem):
+    data, _ = problem
+    with pytest.raises(Refusal, match="layout"):
+        IMPLEMENTATIONS["dense"](**data, layout=Layout(make_mesh(1, 1)))
