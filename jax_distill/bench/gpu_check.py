@@ -1,0 +1,105 @@
+"""`bench gpu_check`: is the loss right on this device, how fast is it, and did the plan hold?
+
+Correctness: every implementation against float64 (numpy, from the formula) in fp32 at full matmul
+precision and in bf16. Then `bench head` over 8K, 32K and 256K tokens and C of 1024, 2048 and 4096,
+what fits. On one H200 this is to end within four minutes; `--toy` is the same at a CPU's size.
+`.ci/gpu_check.sh` runs it and, after it, torch_ref's rows in a process of their own.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_distill import losses
+from jax_distill.bench import head, peers
+from jax_distill.config import Failure
+
+LIMITS = {"float32": 2e-5, "bfloat16": 4e-3}
+"""Relative error of value and gradients: fp32 sums of 16k terms; bf16 dlogits and results."""
+
+TOY = {"tokens": 64, "hidden": 64, "vocab": 2048, "top_k": 20}
+REAL = {"tokens": 512, "hidden": 512, "vocab": 16384, "top_k": 100}
+TOY_CASES = head.Case("", 0, 32, 1024, 16, 0, "float32")
+REAL_CASES = head.Case("", 0, 4096, 131072, 100, 0, "bfloat16")
+
+
+def errors_of(implementation: str, dtype: str, inputs: dict[str, np.ndarray]) -> dict[str, float]:
+    """Relative errors of loss, d_hidden and d_lm_head against float64 of the same inputs."""
+    answer = peers.float64_answer(inputs, "bucket")
+    loss = losses.IMPLEMENTATIONS[implementation]
+    names = ("labels", "teacher_indices", "teacher_logprobs", "teacher_log_tail")
+    labels, *teacher = [jnp.asarray(inputs[name])[None] for name in names]
+    targets = [labels, jnp.ones(labels.shape, bool), *teacher]
+    targets.append(jnp.full(labels.shape, teacher[0].shape[-1], jnp.int32))
+    chunk_size = int(inputs["chunk_size"])
+
+    def total(hidden, lm_head):
+        return loss(hidden, lm_head, *targets, chunk_size=chunk_size).loss
+
+    with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
+        value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(
+            jnp.asarray(inputs["hidden"], dtype)[None], jnp.asarray(inputs["lm_head"], dtype)
+        )
+    errors = {"value": abs(float(value) / float(answer["loss"]) - 1.0)}
+    for name, gradient in zip(("d_hidden", "d_lm_head"), gradients, strict=True):
+        got = np.asarray(gradient, np.float64).reshape(answer[name].shape)
+        errors[name] = float(np.linalg.norm(got - answer[name]) / np.linalg.norm(answer[name]))
+    return errors
+
+
+def correctness(size: dict[str, int]) -> list[dict[str, Any]]:
+    """Rows of errors; inputs are rounded to the dtype first, so that float64 sees the same."""
+    exact = peers.make_inputs(argparse.Namespace(**size, chunk_size=size["tokens"] // 8))
+    rows = []
+    for dtype in LIMITS:
+        narrow = {
+            name: np.asarray(jnp.asarray(exact[name], dtype), np.float32)
+            for name in ("hidden", "lm_head")
+        }
+        for implementation in losses.IMPLEMENTATIONS:
+            errors = errors_of(implementation, dtype, exact | narrow)
+            right = max(errors.values()) < LIMITS[dtype]
+            rows.append(
+                {"implementation": implementation, "dtype": dtype, **errors, "right": right}
+            )
+            print(f"{implementation} {dtype}: {'right' if right else 'WRONG'} {errors}", flush=True)
+    return rows
+
+
+def cases_of(toy: bool) -> list[head.Case]:
+    """Every implementation at every length; dense has no C."""
+    base = TOY_CASES if toy else REAL_CASES
+    lengths, chunks = ((32, 64), (8, 16)) if toy else ((8192, 32768, 262144), (1024, 2048, 4096))
+    return [
+        base._replace(implementation=name, tokens=tokens, chunk_size=chunk_size)
+        for name in head.PRODUCTS
+        for tokens in lengths
+        for chunk_size in (chunks[:1] if name == "dense" else chunks)
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Raises Failure where an implementation is wrong; the rows are written all the same."""
+    prog = "python -m jax_distill.bench gpu_check"
+    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    parser.add_argument("--toy", action="store_true", help="a CPU's size")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write all rows here")
+    options = parser.parse_args(argv)
+    checks = correctness(TOY if options.toy else REAL)
+    rows = head.measure(cases_of(options.toy), options.repeats, partial(print, flush=True))
+    head.print_table(rows)
+    if options.json:
+        written = {"correctness": checks, "head": rows}
+        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    wrong = [row for row in checks if not row["right"]]
+    if wrong:
+        raise Failure(f"expected errors below {LIMITS}, got {wrong[0]}")
+    return 0
