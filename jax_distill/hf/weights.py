@@ -82,17 +82,17 @@ def load_model(
     folder = Path(folder)
     config = model_config(read_config(folder))
 
-    def build() -> Decoder:
+    def build(key: jax.Array) -> Decoder:
         return Decoder(
             config,
-            rngs=nnx.Rngs(seed or 0),
+            rngs=nnx.Rngs(key),
             param_dtype=param_dtype,
             compute_dtype=compute_dtype,
             remat=remat,
             attention=attention,
         )
 
-    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    graphdef, abstract = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
     params = dict(nnx.to_flat_state(abstract))
     placement = _placement(shardings, params)
     files = weight_files(folder)
@@ -109,7 +109,8 @@ def load_model(
             "or give a seed where random weights are meant"
         )
     out: nnx.State = nnx.from_flat_state(placement)
-    return nnx.merge(graphdef, jax.jit(lambda: nnx.state(build()), out_shardings=out)())
+    fresh = jax.jit(lambda key: nnx.state(build(key)), out_shardings=out)
+    return nnx.merge(graphdef, fresh(jax.random.key(seed)))
 
 
 def _placement(shardings: Any, params: dict) -> dict[ParameterPath, Sharding]:

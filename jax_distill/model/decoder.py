@@ -145,8 +145,10 @@ class Decoder(nnx.Module):
     `nnx.split` gives a graphdef that jit can compare.
 
     `remat`: "none" keeps every intermediate for the backward pass, "dots" keeps the outputs of the
-    linears, "layer" only the input of each layer. `attention`: see `attention`. Raises Refusal for
-    another remat.
+    linears, "layer" only the input of each layer. On a CPU to recompute is faster than to store
+    (two cores, 6 layers of width 192, 16 rows of 256: none 865, dots 765, layer 720 ms; 24 layers
+    of width 576, 4 rows of 256: none 5.1, dots 4.1, layer 4.6 s). `attention`: see the function of
+    that name. Raises Refusal for another remat.
     """
 
     def __init__(
