@@ -1,5 +1,6 @@
 """Every implementation, tail and divergence against float64, over sizes that do not divide."""
 
+import textwrap
 from functools import cache, partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_distill import losses
 from jax_distill.config import Refusal
 from jax_distill.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS, LossSums, kl_and_grads
 from jax_distill.losses.float64_test import Batch, float64_loss, make_batch, top_k
@@ -257,3 +259,12 @@ def test_check_reports_ids_out_of_range_and_duplicates(capsys):
     forward("fused", arrays(batch), check=True)
     jax.effects_barrier()
     assert capsys.readouterr().err == ""
+
+
+def test_the_example_of_the_package_runs():
+    example = losses.__doc__.split("\n\n", 2)[2].rsplit("\n\n", 1)[0]
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(example), names)
+    assert float(names["value"]) > 0
+    assert names["d_hidden"].shape == (2, 64, 32) and names["d_lm_head"].shape == (1000, 32)
+    assert not names["d_hidden"][1, 32:].any()

@@ -33,8 +33,10 @@ class Chunk:
             return jax.lax.dynamic_slice_in_dim(x, self.start, self.size, axis=1)
         return take_rows(x, self._chosen(self.order))
 
-    def put(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x [B,T,..] with this chunk's place taken by part [B,C,..]."""
+    def put_fresh(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x [B,T,..] with this chunk's fresh places taken by part [B,C,..]."""
+        fresh = self.fresh.reshape((1, -1) + (1,) * (x.ndim - 2))
+        part = jnp.where(fresh, part, self.take(x))
         if self.order is None:
             return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, axis=1)
         write = jax.vmap(lambda row, chosen, new: row.at[chosen].set(new, unique_indices=True))

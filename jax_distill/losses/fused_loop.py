@@ -7,12 +7,12 @@ written over the chunk of hidden it came from, and the head's gradient is summed
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jax_distill.losses.carry import Carry, Wanted, pack_rows, unpack_rows
 from jax_distill.losses.chunks import Chunk, valid_first_order
 from jax_distill.losses.layout import Layout
 from jax_distill.losses.logits import Head, fp32_product, head_gradient, hidden_gradient
@@ -26,23 +26,6 @@ from jax_distill.losses.rule import (
     terms_and_gradients,
 )
 from jax_distill.losses.sums import LossSums, add_sums, sum_terms, zero_sums
-
-
-class Wanted(NamedTuple):
-    """Which gradients the loop makes; what is not wanted costs nothing."""
-
-    hidden: bool
-    lm_head: bool
-    bias: bool
-
-
-class Carry(NamedTuple):
-    """The loop's state. hidden [B,T,D] turns chunk by chunk into d_hidden, where that is wanted."""
-
-    sums: LossSums
-    hidden: jax.Array
-    d_lm_head: jax.Array | None
-    d_bias: jax.Array | None
 
 
 def read_chunk(
@@ -79,6 +62,35 @@ def narrow_dlogits(
     return set_columns(dz.astype(dtype), reading.local_ids, at_columns.astype(dtype))
 
 
+def add_gradients(
+    carry: Carry,
+    chunk: Chunk,
+    dlogits: jax.Array,
+    rows: jax.Array,
+    narrow_head: jax.Array,
+    *,
+    wanted: Wanted,
+    axis: str | None,
+) -> Carry:
+    """The two products of a chunk: d_hidden into the place of hidden, the head's share added."""
+    if wanted.hidden:
+        d_rows = hidden_gradient(dlogits, narrow_head)
+        if axis is not None:
+            d_rows = jax.lax.psum(d_rows, axis)
+        if carry.row_scale is None:
+            new = d_rows.astype(rows.dtype)
+        else:
+            new, scale = pack_rows(d_rows)
+            carry = carry._replace(row_scale=chunk.put_fresh(carry.row_scale, scale))
+        carry = carry._replace(rows=chunk.put_fresh(carry.rows, new))
+    if carry.d_lm_head is not None:
+        carry = carry._replace(d_lm_head=carry.d_lm_head + head_gradient(dlogits, rows))
+    if carry.d_bias is not None:
+        d_bias = jnp.sum(dlogits, axis=(0, 1), dtype=jnp.float32)
+        carry = carry._replace(d_bias=carry.d_bias + d_bias)
+    return carry
+
+
 def run_chunks(
     hidden: jax.Array,
     lm_head: jax.Array,
@@ -92,59 +104,50 @@ def run_chunks(
     wanted: Wanted,
     axis: str | None = None,
 ) -> Carry:
-    """The loop. d_lm_head and d_bias fp32, d_hidden in hidden's dtype, None where not wanted.
+    """The loop. d_lm_head and d_bias fp32; None where not wanted.
 
     `axis`: the mesh axis that splits lm_head [V/n,D] and bias [V/n], inside shard_map.
     """
-    positions = hidden.shape[1]
+    positions, dtype = hidden.shape[1], hidden.dtype
     size = min(chunk_size, positions)
-    narrow_head = lm_head.astype(hidden.dtype)
+    narrow_head = lm_head.astype(dtype)
+    packed = wanted.hidden and wanted.packed and dtype == jnp.bfloat16
+    order, count = None, -(-positions // size)
     if valid_first:
         order = valid_first_order(targets.mask)
         longest = jnp.max(jnp.sum(targets.mask, axis=1, dtype=jnp.int32))
         count = -(-longest // jnp.int32(size))
-    else:
-        order, count = None, -(-positions // size)
 
     def step(index, carry: Carry) -> Carry:
         chunk = Chunk(jnp.asarray(index, jnp.int32), size, positions, order)
         part = jax.tree.map(chunk.take, targets)
         part = part._replace(mask=part.mask & chunk.fresh[None, :])
         columns = clean(part, vocab_size=head.vocab_size)
-        raw = chunk.take(carry.hidden if wanted.hidden else hidden)
-        rows = jnp.where(columns.mask[..., None], raw, jnp.zeros((), raw.dtype))
+        rows = chunk.take(carry.rows)
+        if packed:
+            rows = jax.lax.bitcast_convert_type(rows, dtype)
+        rows = jnp.where(columns.mask[..., None], rows, jnp.zeros((), dtype))
         z = head.finish(fp32_product(rows, narrow_head), bias)
         reading, terms, gradients = read_chunk(
             z, columns, head=head, objective=objective, axis=axis
         )
-        sums = add_sums(carry.sums, sum_terms(terms, columns.mask))
-        carry = carry._replace(sums=sums)
-        if not any(wanted):
+        carry = carry._replace(sums=add_sums(carry.sums, sum_terms(terms, columns.mask)))
+        if not (wanted.hidden or wanted.lm_head or wanted.bias):
             return carry
-        dlogits = narrow_dlogits(reading, gradients, rows.dtype, head=head, objective=objective)
-        if wanted.hidden:
-            d_rows = hidden_gradient(dlogits, narrow_head)
-            if axis is not None:
-                d_rows = jax.lax.psum(d_rows, axis)
-            d_rows = jnp.where(chunk.fresh[None, :, None], d_rows.astype(rows.dtype), raw)
-            carry = carry._replace(hidden=chunk.put(carry.hidden, d_rows))
-        if carry.d_lm_head is not None:
-            carry = carry._replace(d_lm_head=carry.d_lm_head + head_gradient(dlogits, rows))
-        if carry.d_bias is not None:
-            d_bias = jnp.sum(dlogits, axis=(0, 1), dtype=jnp.float32)
-            carry = carry._replace(d_bias=carry.d_bias + d_bias)
-        return carry
+        dlogits = narrow_dlogits(reading, gradients, dtype, head=head, objective=objective)
+        return add_gradients(carry, chunk, dlogits, rows, narrow_head, wanted=wanted, axis=axis)
 
     start = Carry(
         zero_sums(),
-        hidden,
+        jax.lax.bitcast_convert_type(hidden, jnp.uint16) if packed else hidden,
+        jnp.ones(hidden.shape[:2], jnp.float32) if packed else None,
         jnp.zeros(lm_head.shape, jnp.float32) if wanted.lm_head else None,
         jnp.zeros(lm_head.shape[:1], jnp.float32) if wanted.bias else None,
     )
     end = jax.lax.fori_loop(0, count, step, start)
     if valid_first and wanted.hidden:  # chunks that never ran still hold hidden
-        zero = jnp.zeros((), hidden.dtype)
-        end = end._replace(hidden=jnp.where(targets.mask[..., None], end.hidden, zero))
+        nothing = jnp.zeros((), end.rows.dtype)
+        end = end._replace(rows=jnp.where(targets.mask[..., None], end.rows, nothing))
     return end
 
 
@@ -161,12 +164,13 @@ def fused_sums(
     layout: Layout | None,
 ) -> LossSums:
     """The sums; where nothing is differentiated only the forward runs."""
-    loop = _loop(Wanted(False, False, False), head, objective, chunk_size, valid_first, layout)
-    return loop(hidden, lm_head, bias, targets)[0]
+    nothing = Wanted(hidden=False, lm_head=False, bias=False)
+    loop = _loop(nothing, head, objective, chunk_size, valid_first, layout)
+    return loop(hidden, lm_head, bias, targets).sums
 
 
 def _loop(wanted, head, objective, chunk_size, valid_first, layout):
-    """run_chunks with everything but the arrays filled in: → sums, d_hidden, d_lm_head, d_bias."""
+    """run_chunks with everything but the arrays filled in."""
 
     def loop(hidden, lm_head, bias, targets, axis=None):
         end = run_chunks(
@@ -181,26 +185,27 @@ def _loop(wanted, head, objective, chunk_size, valid_first, layout):
             wanted=wanted,
             axis=axis,
         )
-        return end._replace(hidden=end.hidden if wanted.hidden else None)
+        return end._replace(rows=end.rows if wanted.hidden else None)
 
     return loop if layout is None else layout.split(loop)
 
 
 def _fused_forward(hidden, lm_head, bias, targets, *static):
     # `perturbed` says which inputs are being differentiated: a frozen head makes no gradient.
-    wanted = Wanted(hidden.perturbed, lm_head.perturbed, bias is not None and bias.perturbed)
+    perturbed = [x is not None and x.perturbed for x in (hidden, lm_head, bias)]
     values = jax.tree.map(lambda leaf: leaf.value, (hidden, lm_head, bias, targets))
-    sums, *gradients = _loop(wanted, *static)(*values)
+    end = _loop(Wanted(*perturbed, packed=True), *static)(*values)
     dtypes = [None if x is None else jnp.zeros((0,), x.dtype) for x in values[:3]]
-    return sums, (gradients, dtypes)
+    return end.sums, (end._replace(sums=None), dtypes)
 
 
 def _fused_backward(head, objective, chunk_size, valid_first, layout, saved, cotangent):
-    gradients, dtypes = saved
+    end, dtypes = saved
     if isinstance(cotangent.loss, SymbolicZero):
         return None, None, None, None
+    d_hidden = end.rows if end.row_scale is None else unpack_rows(end.rows, end.row_scale)
     scaled = []
-    for gradient, primal in zip(gradients, dtypes, strict=True):
+    for gradient, primal in zip((d_hidden, end.d_lm_head, end.d_bias), dtypes, strict=True):
         if gradient is not None:
             gradient = (gradient.astype(jnp.float32) * cotangent.loss).astype(primal.dtype)
         scaled.append(gradient)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_distill.config import Refusal
+from jax_distill.losses.carry import Wanted
 from jax_distill.losses.check import report
 from jax_distill.losses.chunked import chunked_sums
 from jax_distill.losses.definition import dense_terms
-from jax_distill.losses.fused_loop import Wanted, fused_sums, run_chunks
+from jax_distill.losses.fused_loop import fused_sums, run_chunks
 from jax_distill.losses.layout import Layout
 from jax_distill.losses.logits import Head
 from jax_distill.losses.objectives import Objective, Targets, Teacher
@@ -175,7 +176,7 @@ def kl_and_grads(
         wanted=Wanted(hidden=True, lm_head=True, bias=False),
     )
     assert end.d_lm_head is not None  # it was wanted
-    return (end.sums.loss, end.sums.count), end.hidden, end.d_lm_head
+    return (end.sums.loss, end.sums.count), end.rows, end.d_lm_head
 
 
 class Problem(NamedTuple):

@@ -8,6 +8,8 @@ import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_distill.losses.carry import Carry
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -31,22 +33,23 @@ class Layout:
     def split(self, loop: Callable[..., Any]) -> Callable[..., Any]:
         """`loop(hidden, lm_head, bias, targets, axis=)` → the same on arrays of the whole mesh.
 
-        The loop returns (sums, d_hidden, d_lm_head, d_bias), each of them or None.
+        The loop returns a Carry: sums, rows, row_scale, d_lm_head, d_bias.
         """
 
         def local(hidden, lm_head, bias, targets):
-            sums, d_hidden, d_lm_head, d_bias = loop(
-                hidden, lm_head, bias, targets, axis=self.vocabulary
-            )
-            if self.rows:
-                sums, d_lm_head, d_bias = jax.lax.psum((sums, d_lm_head, d_bias), self.rows)
-            return sums, d_hidden, d_lm_head, d_bias
+            end = loop(hidden, lm_head, bias, targets, axis=self.vocabulary)
+            if not self.rows:
+                return end
+            over_rows = (end.sums, end.d_lm_head, end.d_bias)
+            sums, d_lm_head, d_bias = jax.lax.psum(over_rows, self.rows)
+            return end._replace(sums=sums, d_lm_head=d_lm_head, d_bias=d_bias)
 
         rows, columns = P(self.rows or None), P(self.vocabulary)
+        of_carry: list[Any] = [P(), rows, rows, columns, columns]
         return jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(rows, columns, columns, rows),
-            out_specs=(P(), rows, columns, columns),
+            out_specs=Carry(*of_carry),
             check_vma=False,  # nothing is differentiated inside; what is equal everywhere is summed
         )

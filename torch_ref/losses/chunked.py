@@ -42,10 +42,10 @@ def _chunk(
         return sums, None
     g_ids, g_label, a, a_1 = torch.autograd.grad(loss, parts, materialize_grads=True)
     if tau == 1:  # rest and rest_1 are one tensor, and both gradients are the whole of it
-        d_logits = _tail_gradient(logits, rest, a, 1.0)
+        d_logits = _tail_gradient(logits, rest, a)
     else:
-        d_logits = _tail_gradient(logits, rest, a / tau, tau)
-        d_logits += _tail_gradient(logits, rest_1, a_1, 1.0)
+        d_logits = _tail_gradient(logits / tau, rest, a / tau)
+        d_logits += _tail_gradient(logits, rest_1, a_1)
     d_logits.scatter_add_(1, targets.ids, torch.where(targets.real, g_ids, 0.0))
     label = targets.labels.clamp(0, logits.shape[1] - 1)  # outside: the loss is infinite already
     d_logits.scatter_add_(1, label[:, None], g_label[:, None])
@@ -74,10 +74,11 @@ def _sums_of_parts(
     return sums_of(targets, log_q, rest - log_z_tau, log_z, at_label, student_top1, knobs)
 
 
-def _tail_gradient(logits: Tensor, lse: Tensor, a: Tensor, tau: float) -> Tensor:
-    """a·exp(z/τ − lse) [N,V]; 0 where z is −inf, also when that is everywhere (lse = −inf)."""
+def _tail_gradient(z: Tensor, lse: Tensor, a: Tensor) -> Tensor:
+    """a·exp(z − lse) [N,V], written over z; 0 where z is −inf, also when that is everywhere (lse =
+    −inf)."""
     lse = torch.where(lse == -math.inf, 0.0, lse)
-    return (logits / tau).sub_(lse[:, None]).exp_().mul_(a[:, None])
+    return z.sub_(lse[:, None]).exp_().mul_(a[:, None])
 
 
 class _Gradients:
