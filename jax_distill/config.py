@@ -459,6 +459,16 @@ def _check_ranges(config: Config) -> None:
         )
 
 
+def without_teacher(config: Config) -> Config:
+    """The same training without a teacher, at its own learning rate."""
+    rate = config.train.ce_baseline_learning_rate or config.optimizer.learning_rate
+    return dataclasses.replace(
+        config,
+        loss=dataclasses.replace(config.loss, kl_weight=0.0, ce_weight=1.0),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
+    )
+
+
 def as_dict(config: Config) -> dict:
     """Plain nested dictionaries and lists, as YAML and JSON hold them."""
     return dataclasses.asdict(config)

@@ -122,7 +122,7 @@ def heldout_table(
     """
     total: Any = None
     tokens = 0
-    for batch in padded_batches(store, rows, batch_size):
+    for batch in padded_batches(store, rows, batch_size, targets=False):
         tokens += int(batch["mask"].sum())
         wanted = ("tokens", "labels", "segment_ids", "positions", "mask")
         sums = compare(

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -212,6 +213,31 @@ console = Console(highlight=False, soft_wrap=True)
 def say(line: str) -> None:
     """One line to the person who runs this, above any progress bar."""
     console.print(line, markup=False)
+
+
+class Stopped(Exception):
+    """The loop saved its state and ends early because it was told to."""
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask the loop to save and stop after the step at hand."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, _: Any) -> None:
+        self.received = signal.Signals(number).name
+        signal.signal(number, self._before[number])  # a second one ends at once
+
+    def __exit__(self, *_: Any) -> None:
+        for number, action in self._before.items():
+            signal.signal(number, action)
 
 
 class StepProgress:

@@ -4,10 +4,8 @@ What is missing is made, in order: the store (the teacher runs once), the studen
 Then the gate, the loop, the held-out table, the export and the report. The same command resumes.
 """
 
-import dataclasses
 import logging
 import shutil
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -33,12 +31,22 @@ from jax_distill.config import (
     find_path,
     load,
     run_command,
+    without_teacher,
 )
 from jax_distill.data import Tokenizer, row_indices
 from jax_distill.devices import peak_bf16_flops
 from jax_distill.model import Decoder
 from jax_distill.optimizer import learning_rate_schedule, make_optimizer
-from jax_distill.run import Metrics, Run, StepProgress, read_metrics, say, write_json
+from jax_distill.run import (
+    Metrics,
+    Run,
+    StepProgress,
+    Stopped,
+    StopSignal,
+    read_metrics,
+    say,
+    write_json,
+)
 from jax_distill.step import (
     TrainState,
     make_eval_step,
@@ -51,35 +59,8 @@ from jax_distill.step import (
 REQUIRED = ("loss", "gradient_norm")  # NaN elsewhere means: not computed without a teacher
 
 
-class Stopped(Exception):
-    """The loop saved its state and ends early because it was told to."""
-
-
-class StopSignal:
-    """SIGTERM and SIGINT ask the loop to save and stop after the step at hand."""
-
-    def __init__(self) -> None:
-        self.received = ""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, _: Any) -> None:
-        self.received = signal.Signals(number).name
-        signal.signal(number, self._before[number])  # a second one ends at once
-
-    def __exit__(self, *_: Any) -> None:
-        for number, action in self._before.items():
-            signal.signal(number, action)
-
-
 def reader_knobs(config: Config) -> dict[str, Any]:
     """What `Store.read` needs to know of the configuration."""
-    if not config.loss.kl_weight:
-        return {}
     return {"temperature": config.loss.temperature, "top_k": config.cache.read_top_k}
 
 
@@ -336,7 +317,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     models = {"student": model}
     if config.train.ce_baseline:
         models["ce_baseline"] = fit(
-            baseline_config(config),
+            without_teacher(config),
             run.path / "ce_baseline",
             load_on_mesh(start, config, mesh),
             what="CE-only student",
@@ -398,16 +379,6 @@ def student_vocabulary(folder: Path, store: Store) -> int:
     elif length > store.manifest.vocab_size:
         say(f"the teacher lacks ids {store.manifest.vocab_size}…{length - 1}: they join the tail")
     return min(length, columns)
-
-
-def baseline_config(config: Config) -> Config:
-    """The same training without a teacher, at its own learning rate."""
-    rate = config.train.ce_baseline_learning_rate or config.optimizer.learning_rate
-    return dataclasses.replace(
-        config,
-        loss=dataclasses.replace(config.loss, kl_weight=0.0, ce_weight=1.0),
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
-    )
 
 
 def last_heldout(folder: Path) -> dict[str, float]:

@@ -324,6 +324,18 @@ def test_student_keeps_the_chosen_layers_bit_for_bit(folder, tmp_path):
         student.make_student(folder / "teacher", tmp_path / "t", layers=[1, 0], parameters=None)
 
 
+def test_a_store_without_temperature_one_serves_the_baseline_too(folder, tmp_path):
+    config = make_config(
+        folder,
+        output_dir=str(tmp_path / "run"),
+        cache=CacheConfig(path=str(tmp_path / "cache"), top_k=20, temperatures=[2.0]),
+        loss=LossConfig(chunk_size=10, temperature=2.0),
+    )
+    short = dataclasses.replace(config.train, steps=1)
+    train.main(dataclasses.replace(config, train=short))
+    assert "ce_baseline" in json.loads((tmp_path / "run/summary.json").read_text())["heldout"]
+
+
 def test_another_tokenizer_is_refused_before_training(folder, finished, tmp_path):
     """Case 3, through the command."""
     swapped = tmp_path / "swapped"

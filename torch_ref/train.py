@@ -8,7 +8,6 @@ stores. The same command resumes. What it cannot do as configured is refused by 
 
 import argparse
 import dataclasses
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,27 @@ import numpy as np
 import torch
 
 from jax_distill.cache import Store
-from jax_distill.config import Config, Failure, Refusal, as_dict, find_path, load, run_command
+from jax_distill.config import (
+    Config,
+    Failure,
+    Refusal,
+    as_dict,
+    find_path,
+    load,
+    run_command,
+    without_teacher,
+)
 from jax_distill.data import Tokenizer, row_indices
-from jax_distill.run import Metrics, Run, StepProgress, read_metrics, say, write_json
+from jax_distill.run import (
+    Metrics,
+    Run,
+    StepProgress,
+    Stopped,
+    StopSignal,
+    read_metrics,
+    say,
+    write_json,
+)
 from torch_ref.checkpoint import Checkpoints
 from torch_ref.evaluate import heldout_table, table_rows, validation_rows
 from torch_ref.losses import LossSums
@@ -43,10 +60,6 @@ optimizer.b2 optimizer.clip_norm train.steps train.batch_size train.micro_batch_
 train.param_dtype train.compute_dtype train.remat train.log_every train.eval_every train.save_every
 train.keep train.ce_baseline train.ce_baseline_learning_rate
 """.split()
-
-
-class Stopped(Exception):
-    """The loop saved its state and ends early because it was told to."""
 
 
 def refuse_unknown(config: Config) -> None:
@@ -76,11 +89,8 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def reader_knobs(config: Config, store: Store) -> dict[str, Any]:
-    """What `Store.read` needs to know of the configuration. Without a divergence in the loss its
-    metrics are still read where the store has them at temperature 1."""
-    if not config.loss.kl_weight:
-        return {"targets": 1.0 in store.manifest.temperatures}
+def reader_knobs(config: Config) -> dict[str, Any]:
+    """What `Store.read` needs to know of the configuration."""
     return {"temperature": config.loss.temperature, "top_k": config.cache.read_top_k}
 
 
@@ -97,7 +107,7 @@ def heldout_means(model: Model, store: Store, config: Config, vocab_size: int) -
     size = config.train.micro_batch_size or config.train.batch_size
     total: LossSums | None = None
     for first in range(0, len(rows), size):
-        batch = store.read(rows[first : first + size], **reader_knobs(config, store))
+        batch = store.read(rows[first : first + size], **reader_knobs(config))
         total = add(total, loss_sums(model, batch, **step_knobs(config, vocab_size)))
     return {f"heldout_{k}": v for k, v in means(total).items()} if total else {}
 
@@ -138,61 +148,52 @@ def fit(
         say(f"{what}: resumed at step {first} of {steps}")
     tokens = train.batch_size * train_store.manifest.sequence_length
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
-    stop: list[int] = []
-    before = {n: signal.signal(n, lambda n, _: stop.append(n)) for n in STOPPING}
-    try:
-        with Metrics(folder, resume_step=first) as metrics, progress:
-            for index in range(first, steps):
-                begin = time.perf_counter()
-                rows = row_indices(
-                    index,
-                    batch_size=train.batch_size,
-                    num_rows=train_store.rows,
-                    seed=config.seed,
+    with StopSignal() as stop, Metrics(folder, resume_step=first) as metrics, progress:
+        for index in range(first, steps):
+            begin = time.perf_counter()
+            rows = row_indices(
+                index,
+                batch_size=train.batch_size,
+                num_rows=train_store.rows,
+                seed=config.seed,
+            )
+            batch = train_store.read(rows, **reader_knobs(config))
+            gradients, sums = batch_gradients(
+                model,
+                batch,
+                micro_batch_size=train.micro_batch_size or train.batch_size,
+                **step_knobs(config, vocab_size),
+            )
+            values = means(sums)
+            values["gradient_norm"] = global_norm(gradients).item()
+            values["learning_rate"] = schedule(index)
+            step = index + 1
+            if not np.isfinite(values["loss"] + values["gradient_norm"]):
+                raise Failure(
+                    f"step {step}: loss {values['loss']}, gradient norm "
+                    f"{values['gradient_norm']}, rows {rows.tolist()}; last checkpoint: step "
+                    f"{checkpoints.latest_step() or 0}; lower optimizer.learning_rate, or look "
+                    "at these rows"
                 )
-                batch = train_store.read(rows, **reader_knobs(config, train_store))
-                gradients, sums = batch_gradients(
-                    model,
-                    batch,
-                    micro_batch_size=train.micro_batch_size or train.batch_size,
-                    **step_knobs(config, vocab_size),
-                )
-                values = means(sums)
-                values["gradient_norm"] = global_norm(gradients).item()
-                values["learning_rate"] = schedule(index)
-                step = index + 1
-                if not np.isfinite(values["loss"] + values["gradient_norm"]):
-                    raise Failure(
-                        f"step {step}: loss {values['loss']}, gradient norm "
-                        f"{values['gradient_norm']}, rows {rows.tolist()}; last checkpoint: step "
-                        f"{checkpoints.latest_step() or 0}; lower optimizer.learning_rate, or look "
-                        "at these rows"
-                    )
-                if not values["valid_tokens"]:
-                    say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
-                optimizer.step(gradients, values["learning_rate"])
-                del gradients
-                values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-                at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
-                at_save = step == steps or bool(train.save_every and step % train.save_every == 0)
-                if at_eval:
-                    values |= heldout_means(model, heldout_store, config, vocab_size)
-                if at_eval or step % train.log_every == 0 or step == 1:
-                    metrics.log(step, values)
-                if at_save or stop:
-                    heldout_loss = values.get("heldout_loss")
-                    checkpoints.save(step, parameters, optimizer, heldout_loss=heldout_loss)
-                progress.update(step, values["loss"])
-                if stop and step < steps:
-                    name = signal.Signals(stop[0]).name
-                    raise Stopped(f"{what}: {name} at step {step} of {steps}, state saved")
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+            if not values["valid_tokens"]:
+                say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
+            optimizer.step(gradients, values["learning_rate"])
+            del gradients
+            values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
+            at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
+            at_save = step == steps or bool(train.save_every and step % train.save_every == 0)
+            if at_eval:
+                values |= heldout_means(model, heldout_store, config, vocab_size)
+            if at_eval or step % train.log_every == 0 or step == 1:
+                metrics.log(step, values)
+            stopping = stop.received  # read once: it may come between the save and the stop
+            if at_save or stopping:
+                heldout_loss = values.get("heldout_loss")
+                checkpoints.save(step, parameters, optimizer, heldout_loss=heldout_loss)
+            progress.update(step, values["loss"])
+            if stopping and step < steps:
+                raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
     model.eval()
-
-
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 def student_vocabulary(model: Model, config: Config, store: Store) -> int:
@@ -230,16 +231,6 @@ def open_stores(config: Config) -> tuple[Store, Store]:
     return stores[0], stores[1]
 
 
-def baseline_config(config: Config) -> Config:
-    """The same training without a teacher, at its own learning rate."""
-    rate = config.train.ce_baseline_learning_rate or config.optimizer.learning_rate
-    return dataclasses.replace(
-        config,
-        loss=dataclasses.replace(config.loss, kl_weight=0.0, ce_weight=1.0),
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=rate),
-    )
-
-
 def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     """The whole job in order."""
     stores = open_stores(config)
@@ -265,7 +256,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     if config.train.ce_baseline:
         baseline = models["ce_baseline"] = student()
         folder = run.path / "ce_baseline"
-        fit(baseline_config(config), folder, baseline, stores, steps, "CE-only student")
+        fit(without_teacher(config), folder, baseline, stores, steps, "CE-only student")
     table: dict[str, dict[str, float]] = {}
     if config.teacher.path:
         teacher = load_model(config.teacher.path, dtype=config.teacher.dtype, device=device)
