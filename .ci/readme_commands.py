@@ -1,7 +1,7 @@
 """Run the README's fenced shell commands, in order, as a reader would.
 
 ```bash            runs as it stands
-```bash long       runs with --train.steps 2 (a command of more than 5 minutes)
+```bash long       runs with 2 steps and few rows (a command of more than 5 minutes)
 ```bash needs-gpu  (or needs-hub, needs-cluster, planned) is shown and not run here
 """
 
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 FENCE = re.compile(r"^```(?:bash|sh)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHORT = "--train.steps 2 --data.max_rows 16 --data.max_heldout_rows 8"
 NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "planned"}
 
 
@@ -30,7 +31,7 @@ def main() -> int:
             print(f"-- not here ({info.strip()}):\n{commands}", flush=True)
             continue
         if "long" in words:
-            commands = re.sub(r"(--config \S+smollm2\S*)", r"\1 --train.steps 2", commands)
+            commands = re.sub(r"(--config \S+)", rf"\1 {SHORT}", commands)
         print(f"-- {commands.strip()}", flush=True)
         begin = time.monotonic()
         result = subprocess.run(["bash", "-euo", "pipefail", "-c", commands])

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jax_distill import hf
-from jax_distill.cache import Store, commit_key, read_manifest, shard_file
-from jax_distill.config import Refusal, find_path, run_command
+from jax_distill.cache import Store, commit_key, read_manifest, shard_file, teacher_fingerprint
+from jax_distill.config import FIGURES, CommandLine, Refusal, check_new_file, run_command
 from jax_distill.losses import IMPLEMENTATIONS
 from jax_distill.model import Decoder
 from jax_distill.run import console, say
-from jax_distill.teacher import teacher_fingerprint
+from jax_distill.teacher import find_teacher
 
 STATISTICS_TOKENS = 2_000_000  # of a larger store, rows at even distances
 READ_TOKENS = 65_536  # of a read
@@ -258,9 +258,10 @@ def _png(path: str, store: Store) -> Path:
 
 def _spot_check_passes(store: Store, rows: np.ndarray, options: argparse.Namespace) -> bool:
     manifest = store.manifest
-    folder = hf.local_folder(find_path(options.teacher))
-    if teacher_fingerprint(folder) != manifest.teacher_fingerprint:
-        say(f"{folder} is not the teacher that the store was made with, by its fingerprint")
+    found = find_teacher(options.teacher)
+    folder, _ = found.require_model(other="audit")
+    if teacher_fingerprint(found.place or folder) != manifest.teacher_fingerprint:
+        say(f"{found.place} is not the teacher that the store was made with, by its fingerprint")
     dtype = jnp.dtype(manifest.teacher_dtype or "float32")
     model = hf.load_model(folder, param_dtype=dtype, compute_dtype=dtype)
     count = min(options.spot_check, len(rows))
@@ -277,7 +278,7 @@ def _spot_check_passes(store: Store, rows: np.ndarray, options: argparse.Namespa
 
 def main(argv: Sequence[str]) -> int:
     """The command line above; 0 when every store is right, 1 when one is not."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.audit", allow_abbrev=False)
+    parser = CommandLine("jax_distill.audit")
     parser.add_argument("store", help="a store, or the folder with train and heldout")
     parser.add_argument("--verify", action="store_true", help="read every checksum again")
     parser.add_argument("--spot_check", type=int, metavar="N", help="run N random rows again")
@@ -286,7 +287,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--png", help="draw the statistics here")
     options = parser.parse_args(argv)
     if options.spot_check is not None and options.spot_check < 1:
-        raise Refusal(f"expected --spot_check of at least 1 row, got {options.spot_check}")
+        raise Refusal(
+            f"expected --spot_check of at least 1 row, got {options.spot_check}; raise it"
+        )
+    if options.seed < 0:
+        raise Refusal(f"expected --seed of at least 0, got {options.seed}; raise it")
+    if options.png:
+        check_new_file(options.png, "--png", FIGURES)
     if options.spot_check and not options.teacher:
         raise Refusal("expected --teacher DIR with --spot_check, got none; name the teacher")
     return 0 if all([audit(Store.open(path), options) for path in stores_at(options.store)]) else 1

@@ -1,6 +1,7 @@
 """Strict JAX for every test here: no silent promotion, no silent broadcasting, 8 devices."""
 
 import os
+import subprocess
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -19,3 +20,19 @@ def optax_promotion():
     """optax's own arithmetic mixes ints and floats; everything of ours stays strict."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, 6 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield place
+    subprocess.run(["umount", "-R", "-l", str(place)], check=True)

@@ -7,6 +7,7 @@ such a plan cannot show is time.
 
 import importlib.metadata
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,13 +200,30 @@ def planned_devices(gpu: Gpu, count: int = 1) -> list[Any]:
     return list(topology.devices)
 
 
-def compile_for_gpu(jitted: Any, *shapes: Any) -> Any:
-    """A jitted function compiled for the planned devices that its shapes are sharded over.
+def compile_ahead(
+    jitted: Any,
+    *shapes: Any,
+    planned: bool,
+    options: Mapping[str, Any] | None = None,
+    **static: Any,
+) -> Any:
+    """A jitted function compiled for the devices that its shapes are sharded over.
 
-    shapes: trees of jax.ShapeDtypeStruct with a sharding on `planned_devices`.
+    shapes: trees of jax.ShapeDtypeStruct with shardings; static: the function's static arguments.
+    planned: the devices are `planned_devices`. options: of XLA, by their flags' names.
     """
-    lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=NO_AUTOTUNING)
+    options = dict(options or {})
+    traced = jitted.trace(*shapes, **static)
+    if not planned:
+        return traced.lower().compile(compiler_options=options)
+    return traced.lower(lowering_platforms=("cuda",)).compile(
+        compiler_options=NO_AUTOTUNING | options
+    )
+
+
+def compile_for_gpu(jitted: Any, *shapes: Any) -> Any:
+    """A jitted function compiled for the planned devices that its shapes are sharded over."""
+    return compile_ahead(jitted, *shapes, planned=True)
 
 
 def memory_of(compiled: Any) -> Memory:

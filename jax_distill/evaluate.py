@@ -4,7 +4,6 @@ The held-out store's first half (`validation_rows`) is looked at while training 
 (best checkpoint, learning rates); the second half (`table_rows`) only by the final table.
 """
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,8 +16,17 @@ import numpy as np
 from rich.table import Table
 
 from jax_distill import hf
-from jax_distill.cache import Store
-from jax_distill.config import Failure, Refusal, run_command
+from jax_distill.cache import Store, teacher_fingerprint, vocabulary_conflict
+from jax_distill.config import (
+    CommandLine,
+    Failure,
+    Refusal,
+    above_zero,
+    check_new_file,
+    find_path,
+    run_command,
+)
+from jax_distill.data import Tokenizer
 from jax_distill.losses import dense
 from jax_distill.model import Decoder
 from jax_distill.run import console, say, write_json
@@ -106,6 +114,15 @@ def compare(
     return jax.lax.scan(one, start, xs)[0]
 
 
+def check_columns(columns: int, name: str, store: Store) -> None:
+    """Refuse a head that lacks some of the store's ids: over all of them its KL is infinite."""
+    if columns < store.manifest.vocab_size:
+        raise Refusal(
+            f"expected {store.manifest.vocab_size} columns in the head of {name}, the ids of "
+            f"the store at {store.path}, got {columns}; use models with the tokenizer of the store"
+        )
+
+
 def heldout_table(
     teacher: Decoder,
     students: Mapping[str, Decoder],
@@ -118,8 +135,10 @@ def heldout_table(
     """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement.
 
     Raises:
-        Refusal: the rows hold no valid token.
+        Refusal: the rows hold no valid token; a head has fewer columns than the store ids.
     """
+    for name, model in {"teacher": teacher, **students}.items():
+        check_columns(model.config.vocab_size, name, store)
     total: Any = None
     tokens = 0
     for batch in padded_batches(store, rows, batch_size, targets=False):
@@ -195,16 +214,29 @@ def _kl_at_positions(
     return jax.lax.map(per_row, (hidden, targets))
 
 
+def _first_rows_with_targets(store: Store, rows: int) -> np.ndarray:
+    """Chat data may begin with rows whose every target was cut away."""
+    for first in range(0, store.rows, rows):
+        chosen = np.arange(first, min(first + rows, store.rows))
+        if store.read(chosen, targets=False)["mask"].any():
+            return chosen
+    raise Failure(
+        f"gate: expected a row with something to predict in {store.path}, got none; "
+        "look at the loss mask of the data"
+    )
+
+
 def identity_gate(
     teacher: Decoder, store: Store, *, rows: int, temperature: float, tolerance: float
 ) -> str:
-    """The teacher as its own student on the first rows of the store: KL ≈ 0 at every position,
-    and large when the targets are shifted by one. Returns the line that says so.
+    """The teacher as its own student on the first rows of the store that have targets: KL ≈ 0 at
+    every position, and large when shifted by one. Returns the line that says so.
 
     Raises:
         Failure: the store is not this teacher's, or is misaligned; names the worst position.
     """
-    batch = store.read(np.arange(min(rows, store.rows)), temperature=temperature)
+    chosen = _first_rows_with_targets(store, rows)
+    batch = store.read(chosen, temperature=temperature)
     knobs = dict(temperature=temperature, vocab_size=store.manifest.vocab_size)
     kl = np.asarray(_kl_at_positions(teacher, batch, **knobs))
     shifted = dict(batch)
@@ -212,14 +244,12 @@ def identity_gate(
         shifted[key] = np.roll(batch[key], 1, axis=1)
     shifted_kl = np.asarray(_kl_at_positions(teacher, shifted, **knobs))
     valid = batch["mask"]
-    if not valid.any():
-        raise Failure("gate: the first rows of the store hold no valid token")
     worst = np.unravel_index(np.argmax(np.where(valid, kl, -1.0)), kl.shape)
     mean, wrong = float(kl[valid].mean()), float(shifted_kl[valid].mean())
     if not (kl[worst] <= tolerance and wrong > 10 * max(mean, tolerance)):
         raise Failure(
             f"gate: expected the teacher to match its own store (KL ≤ {tolerance:g} at every "
-            f"position, large when shifted by one), got {kl[worst]:.3g} at row {worst[0]}, "
+            f"position, large when shifted by one), got {kl[worst]:.3g} at row {chosen[worst[0]]}, "
             f"position {worst[1]}, mean {mean:.3g}, shifted {wrong:.3g}; "
             "delete the store and let the teacher write it again"
         )
@@ -229,30 +259,80 @@ def identity_gate(
     )
 
 
+def check_teacher(store: Store, path: str) -> None:
+    """The store's own teacher passes, and says nothing. Another one may be asked, and is named, if
+    its tokenizer is the one that the rows were made with.
+
+    Raises:
+        Refusal: it is not.
+    """
+    named = Path(find_path(path)).expanduser()
+    folder = hf.local_folder(named)
+    stored = store.manifest
+    is_gguf = named.suffix == ".gguf" and named.is_file()
+    found = teacher_fingerprint(named if is_gguf else folder)
+    is_the_stores = found == stored.teacher_fingerprint
+    if stored.tokenizer_fingerprint and (folder / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(folder)
+        # The store's teacher may have more tokens than data.tokenizer, but no other ones.
+        right = tokenizer.fingerprint == stored.tokenizer_fingerprint or (
+            is_the_stores and not vocabulary_conflict(stored.vocabulary, tokenizer.vocab)
+        )
+        if not right:
+            raise Refusal(
+                f"expected a teacher with the tokenizer of the store at {store.path} "
+                f"({stored.vocab_size} ids), got {path} with another one ({tokenizer.length} ids); "
+                "name the store's teacher, or write a store with this one"
+            )
+    if stored.teacher_fingerprint and not is_the_stores:
+        say(f"{path} is not the teacher that the store was made with, by its fingerprint")
+
+
+def check_student(store: Store, path: str) -> None:
+    """Refuse a student whose tokenizer gives the store's ids to other tokens, or whose embedding
+    lacks some of them."""
+    folder = hf.local_folder(find_path(path))
+    columns = hf.model_config(hf.read_config(folder)).vocab_size
+    if (folder / "tokenizer.json").is_file():
+        store.check_vocabulary(Tokenizer.load(folder).vocab)
+    if store.largest_token >= columns:
+        raise Refusal(
+            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
+            f"got {columns} in {path}; use a student with the teacher's tokenizer"
+        )
+
+
 def main(argv: Sequence[str]) -> None:
     """`python -m jax_distill.evaluate STORE --teacher DIR --student DIR [--student DIR …]`"""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.evaluate", allow_abbrev=False)
+    parser = CommandLine("jax_distill.evaluate")
     parser.add_argument("store", help="a held-out store, e.g. cache/heldout")
     parser.add_argument("--teacher", required=True, help="HF folder, GGUF file or hub id")
     parser.add_argument("--student", required=True, action="append", help="HF folder; repeatable")
     parser.add_argument("--rows", choices=("all", "validation", "table"), default="table")
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--chunk_size", type=int, default=1024)
+    parser.add_argument("--batch_size", type=above_zero, default=8)
+    parser.add_argument("--chunk_size", type=above_zero, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", help="write the table here, too")
     options = parser.parse_args(argv)
+    if options.json:
+        check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
     store = Store.open(options.store)
+    store.require_complete()
+    check_teacher(store, options.teacher)
+    for path in options.student:
+        check_student(store, path)
     chosen = {"validation": validation_rows, "table": table_rows}.get(options.rows)
     rows = chosen(store) if chosen else np.arange(store.rows)
 
     def load(path: str) -> Decoder:
-        folder = hf.local_folder(path)
+        folder = hf.local_folder(find_path(path))
         return hf.load_model(folder, param_dtype=dtype, compute_dtype=dtype, remat="none")
 
-    students = {Path(path).name: load(path) for path in options.student}
-    if len(students) != len(options.student):
-        students = {path: load(path) for path in options.student}
+    names = [Path(path).name for path in options.student]
+    if len({"teacher", *names}) <= len(names):  # two alike, or one like the teacher's line
+        names = [f"student {path}" for path in options.student]
+    students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
     table = heldout_table(
         load(options.teacher),
         students,

@@ -3,10 +3,7 @@
 `python -m jax_distill.export RUN OUT [--step N | --step best]` takes a checkpoint of a run.
 """
 
-import argparse
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,33 +15,37 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from jax_distill import hf
+from jax_distill.cache import read_manifest
 from jax_distill.checkpoint import Checkpoints
-from jax_distill.config import Refusal, run_command
+from jax_distill.config import (
+    EXPORT_MARKS,
+    CommandLine,
+    Refusal,
+    check_new_folder,
+    new_folder,
+    run_command,
+)
 from jax_distill.model import Decoder
-from jax_distill.run import say
-from jax_distill.student import copy_tokenizer
+from jax_distill.run import read_metrics, say
+from jax_distill.student import copy_tokenizer, count_parameters, text_files
 
 STUDENT_FOLDER = "student"  # in the run folder: what training began with
 
 
 def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: str) -> None:
-    """Write the folder whole or not at all; an older `out` is replaced.
+    """Write the folder whole or not at all; an older export at `out` is replaced.
 
     config.json is the student's own with only the dtype changed; tokenizer, chat template and
-    generation config come along unchanged.
+    generation config come along unchanged. Raises Refusal and Failure as `new_folder` does.
     """
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    copy_tokenizer(student, partial)
-    raw = hf.read_config(student)
-    for key in ("dtype", "torch_dtype"):
-        raw[key] = dtype
-    (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
-    hf.save_weights(partial, model, model.config, dtype=jnp.dtype(dtype))
-    (partial / "README.md").write_text(card, "utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(partial, out)
+    with new_folder(out, marks=EXPORT_MARKS, apart=[student], names=text_files(student)) as partial:
+        copy_tokenizer(student, partial)
+        raw = hf.read_config(student)
+        for key in ("dtype", "torch_dtype"):
+            raw[key] = dtype
+        (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+        hf.save_weights(partial, model, model.config, dtype=jnp.dtype(dtype))
+        (partial / "README.md").write_text(card, "utf-8")
 
 
 def model_card(*, summary: Mapping[str, Any], config: Mapping[str, Any], store: str) -> str:
@@ -65,7 +66,7 @@ def model_card(*, summary: Mapping[str, Any], config: Mapping[str, Any], store: 
         "|---|---|",
         f"| teacher | `{config['teacher']['path'] or 'none'}` |",
         f"| parameters | {summary['student_parameters']:,} |",
-        f"| store fingerprint | `{store}` |",
+        f"| store fingerprint | `{store or 'not at hand'}` |",
         f"| data | `{config['data']['path']}` |",
         f"| loss | {config['loss']['divergence']}, tail {config['loss']['tail']}, "
         f"temperature {config['loss']['temperature']}, ce_weight {config['loss']['ce_weight']} |",
@@ -83,8 +84,78 @@ def model_card(*, summary: Mapping[str, Any], config: Mapping[str, Any], store: 
                 f"| {name.replace('_', ' ')} | {row['kl']:.4f} | {row['cross_entropy']:.4f} "
                 f"| {row['perplexity']:.2f} | {row['top1_agreement']:.3f} |"
             )
+    elif summary.get("validation"):
+        lines += ["", "Validation rows, per token, as training logged it at this step:", ""]
+        lines += [f"- {name}: {value:.4f}" for name, value in summary["validation"].items()]
     lines += ["", "```yaml", yaml.safe_dump(dict(config), sort_keys=False).rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def card_at(run: Path, step: int, model: Decoder) -> str:
+    """The card of the student as it was at `step`.
+
+    The card of a finished run where that is the step; else one without the table, which is of the
+    last step, but with the validation loss that was logged at this one, if there is one.
+    """
+    summary, finished = _json_object(run / "summary.json"), run / "export" / "README.md"
+    if summary.get("steps") == step and finished.is_file():
+        return finished.read_text("utf-8")
+    config = run_config(run)
+    store = Path(config["cache"]["path"])
+    if store == Path(config["output_dir"]) / "cache":
+        store = run / "cache"  # the run may have been moved
+    manifest = read_manifest(str(store / "train"))
+    logged: dict[str, Any] = next(
+        (r for r in reversed(read_metrics(run / "metrics.jsonl")) if r["step"] == step), {}
+    )
+    facts = {
+        "steps": step,
+        "tokens_trained": step * config["train"]["batch_size"] * config["data"]["sequence_length"],
+        "student_parameters": count_parameters(model.config),
+        "validation": {
+            key: value
+            for key, value in logged.items()
+            if key.startswith("heldout_") and value is not None
+        },
+    }
+    return model_card(summary=facts, config=config, store=manifest.fingerprint if manifest else "")
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """{} where nothing is."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError) as error:
+        raise Refusal(
+            f"expected a JSON object in {path}, got {error}; delete it, or let the run finish again"
+        ) from None
+
+
+def run_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run folder, as `config.yaml` has it.
+
+    Raises:
+        Refusal: no run folder, or a config.yaml that is not a configuration.
+    """
+    path, student = run / "config.yaml", run / STUDENT_FOLDER
+    if not path.is_file() or not (student / "config.json").is_file():
+        raise Refusal(
+            f"expected a run folder with config.yaml and {STUDENT_FOLDER}/, got {run}; "
+            "check the path"
+        )
+    try:
+        config = yaml.safe_load(path.read_text("utf-8"))
+    except (ValueError, yaml.YAMLError):
+        config = None
+    sections = {"train", "data", "cache", "teacher", "loss", "seed", "output_dir"}
+    if not isinstance(config, dict) or not sections <= config.keys():
+        raise Refusal(
+            f"expected a whole configuration in {path}, got another text; restore it, or run the "
+            "training command again"
+        )
+    return config
 
 
 def restore_student(run: Path, step: str) -> tuple[Decoder, int]:
@@ -93,10 +164,7 @@ def restore_student(run: Path, step: str) -> tuple[Decoder, int]:
     Raises:
         Refusal: no such run or step.
     """
-    config_path, student = run / "config.yaml", run / STUDENT_FOLDER
-    if not config_path.exists() or not (student / "config.json").exists():
-        raise Refusal(f"expected a run folder with config.yaml and {STUDENT_FOLDER}/, got {run}")
-    config = yaml.safe_load(config_path.read_text("utf-8"))
+    config, student = run_config(run), run / STUDENT_FOLDER
     dtypes = {key: jnp.dtype(config["train"][key]) for key in ("param_dtype", "compute_dtype")}
     architecture = hf.model_config(hf.read_config(student))
     shapes = nnx.eval_shape(lambda: Decoder(architecture, rngs=nnx.Rngs(0), **dtypes))
@@ -104,12 +172,13 @@ def restore_student(run: Path, step: str) -> tuple[Decoder, int]:
     place = SingleDeviceSharding(jax.devices()[0])
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=place), params)
     knobs = {"keep": config["train"]["keep"], "seed": config["seed"]}
-    with Checkpoints(run / "checkpoints", **knobs) as saved:
+    with Checkpoints(run / "checkpoints", read_only=True, **knobs) as saved:
         known = {"latest": saved.latest_step(), "best": saved.best_step()}
         chosen = known[step] if step in known else int(step) if step.isdecimal() else None
         if chosen is None or chosen not in saved.steps():
             raise Refusal(
-                f"expected --step among {saved.steps()}, latest or best, got {step} in {run}"
+                f"expected --step among {saved.steps()}, latest or best, got {step} in {run}; "
+                "name one of them"
             )
         params = saved.restore(chosen, params=params)["params"]
     return nnx.merge(graphdef, params), chosen
@@ -117,19 +186,20 @@ def restore_student(run: Path, step: str) -> tuple[Decoder, int]:
 
 def main(argv: Sequence[str]) -> None:
     """Command line: export a run's checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.export", allow_abbrev=False)
+    parser = CommandLine("jax_distill.export")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("out", type=Path, help="HF folder to write")
     parser.add_argument("--step", default="latest", help="a step, latest or best")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
     options = parser.parse_args(argv)
-    model, step = restore_student(options.run, options.step)
+    run_config(options.run)
     student = options.run / STUDENT_FOLDER
-    finished = options.run / "export" / "README.md"
-    card = f"# A distilled student\n\nStep {step} of an unfinished run of jax_distill.\n"
-    if finished.exists():
-        card = finished.read_text("utf-8")
+    check_new_folder(
+        options.out, marks=EXPORT_MARKS, apart=[options.run, student], names=text_files(student)
+    )
+    model, step = restore_student(options.run, options.step)
     dtype = options.dtype or str(jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype)
+    card = card_at(options.run, step, model)
     write_folder(options.out, model, student=student, dtype=dtype, card=card)
     say(f"wrote {options.out}: step {step}, {dtype}")
 

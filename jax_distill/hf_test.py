@@ -86,6 +86,38 @@ def test_a_missing_or_broken_config_is_refused_with_its_path(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps.*got 'small'"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps.*got 0.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps.*got nan"),
+        ({"initializer_range": True}, "initializer_range.*got True"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings.*got 'false'"),
+        ({"rope_theta": 1.0}, "rope_theta' above 1, got 1.0"),
+        ({"rope_theta": True}, "rope_theta.*got True"),
+        ({"rope_scaling": "yarn"}, "the rope as an object, got 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor' above 0, got 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor' above 0, got 0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": -2.0}}, "factor' above 0, got -2.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "factor.*got inf"),
+        ({"rope_scaling": {"type": "yarn", "beta_slow": 0}}, "beta_slow' above 0, got 0"),
+        (
+            {"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": "8"},
+            "original_max_position_embeddings' above 0, got '8'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
+            "head_dim above 2 for rope_type dynamic, got 2",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "low_freq_factor below high_freq_factor, got 4.0 and 4.0",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused_by_name(change, named):

@@ -5,6 +5,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -132,20 +133,18 @@ def test_a_store_killed_while_it_is_begun_ends_byte_identical(tmp_path):
     assert folder_bytes(killed) == folder_bytes(whole)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, 6 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(place)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_writer_that_is_told_to_stop_says_one_line_and_goes_on(tmp_path, number):
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    command = teacher_command(tmp_path, cache)
+    process = start(command, log)
+    wait_until(process, lambda: commits(cache) >= 2, log)
+    process.send_signal(number)
+    assert process.wait(PATIENCE) == 128 + number
+    said = log.read_text()
+    assert f"stopped by {number.name}" in said.splitlines()[-1] and "Traceback" not in said
+    finish(command, log)
+    assert Store.open(str(cache / "train")).complete
 
 
 def test_a_full_disk_ends_the_writer_and_leaves_what_is_committed_good(tmp_path, small_disk):

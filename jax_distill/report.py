@@ -3,7 +3,6 @@
 `python -m jax_distill.report RUN [RUN …] [--out FILE.png]`
 """
 
-import argparse
 import base64
 import html
 import io
@@ -13,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from jax_distill.config import Refusal, run_command
+from jax_distill.config import FIGURES, CommandLine, Refusal, check_new_file, run_command
 from jax_distill.run import read_metrics, say
 
 CURVES = {
@@ -27,6 +29,9 @@ CURVES = {
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens/s",
 }
+
+COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
+EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
 
 Records = list[dict[str, Any]]
 
@@ -58,22 +63,129 @@ def draw(runs: Mapping[str, Records]) -> Figure:
     return figure
 
 
+def differences(first: Records, second: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Common steps [n], and |second − first| / |first| of `key` there [n]; 0 where both are 0."""
+    other = dict(zip(*series(second, key), strict=True))
+    points = [(s, v, other[s]) for s, v in zip(*series(first, key), strict=True) if s in other]
+    steps, ours, theirs = np.array(points, float).reshape(-1, 3).T
+    return steps, np.abs(theirs - ours) / np.maximum(np.abs(ours), 1e-12)
+
+
 def largest_difference(first: Records, second: Records) -> tuple[str, int, float] | None:
     """(quantity, step, difference relative to the first run) where two runs differ most, among the
     numbers that do not depend on the machine; None without a common step."""
-    other = {record["step"]: record for record in second}
+    keys = dict.fromkeys(key for record in first for key in record)
     worst: tuple[str, int, float] | None = None
-    for record in first:
-        match = other.get(record["step"], {})
-        for key, value in record.items():
-            if key == "step" or "per_second" in key or not isinstance(value, int | float):
-                continue
-            if not isinstance(match.get(key), int | float):
-                continue
-            gap = abs(value - match[key]) / max(abs(value), 1e-12)
-            if worst is None or gap > worst[2]:
-                worst = (key, record["step"], gap)
+    for key in keys:
+        if key == "step" or "per_second" in key or key == "mfu":
+            continue
+        steps, gaps = differences(first, second, key)
+        if len(gaps) and (worst is None or gaps.max() > worst[2]):
+            worst = (key, int(steps[gaps.argmax()]), float(gaps.max()))
     return worst
+
+
+def draw_comparison(runs: Mapping[str, Records]) -> Figure:
+    """Each quantity as curves that should lie on each other, the later ones thinner; under it how
+    far each run is from the first, relative, on a log axis. The title names the largest difference,
+    a ring marks it."""
+    names = [key for key in COMPARED if any(series(records, key)[0] for records in runs.values())]
+    columns = min(3, max(len(names), 1))
+    bands = max(math.ceil(len(names) / columns), 1)
+    figure = Figure(figsize=(3.9 * columns, 3.6 * bands + 0.6), layout="constrained")
+    grid = figure.add_gridspec(2 * bands, columns, height_ratios=[5, 3] * bands)
+    (first_name, first), *others = runs.items()
+    worst = {name: largest_difference(first, records) for name, records in others}
+    top = 8 * max([EPSILON, *(found[2] for found in worst.values() if found)])
+    for place, key in enumerate(names):
+        band, column = divmod(place, columns)
+        curves = figure.add_subplot(grid[2 * band, column])
+        gaps = figure.add_subplot(grid[2 * band + 1, column], sharex=curves)
+        for number, (name, records) in enumerate(runs.items()):
+            width = 4.5 if number == 0 else 1.3
+            look: dict[str, Any] = {"color": f"C{number}", "alpha": 0.45 if number == 0 else 1.0}
+            curves.plot(*series(records, key), linewidth=width, label=name, **look)
+            heldout = series(records, f"heldout_{key}")
+            size = 9 if number == 0 else 4
+            curves.plot(*heldout, "o", markersize=size, **look)
+        _prepare_gaps(gaps, top)
+        for number, (name, records) in enumerate(others, 1):
+            _draw_gaps(gaps, first, records, key, worst[name], color=f"C{number}")
+        curves.set_title(CURVES[key], fontsize=10)
+        curves.tick_params(labelbottom=False)
+        gaps.set_xlabel("optimizer step", fontsize=8)
+        gaps.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if column == 0:
+            gaps.set_ylabel("relative\ndifference", fontsize=8)
+            gaps.annotate(
+                "one rounding of fp32",
+                (0.01, EPSILON * 1.25),
+                xycoords=("axes fraction", "data"),
+                fontsize=7,
+                color="grey",
+            )
+        for axes in (curves, gaps):
+            axes.grid(alpha=0.3)
+            axes.tick_params(labelsize=8)
+    if figure.axes:
+        figure.axes[0].legend(fontsize=8)
+    lines = [compared(first_name, name, worst[name]) for name, _ in others]
+    figure.suptitle("\n".join(lines), fontsize=11)
+    return figure
+
+
+FOOT = EPSILON / 20  # where a difference of 0 is drawn
+
+
+def _prepare_gaps(axes: Axes, top: float) -> None:
+    """A log axis from "0" to `top`, with a line at fp32's rounding."""
+    axes.set_yscale("log")
+    axes.axhline(EPSILON, color="grey", linestyle=":", linewidth=1)
+    axes.set_ylim(FOOT / 1.8, top)
+    powers = range(-7, math.floor(math.log10(top)) + 1)
+    shown = powers[:: max(len(powers) // 3, 1)]
+    labels = [f"$10^{{{power}}}$" for power in shown]
+    axes.set_yticks([FOOT, *(10.0**power for power in shown)], ["0", *labels])
+    axes.minorticks_off()
+
+
+def _draw_gaps(
+    axes: Axes,
+    first: Records,
+    second: Records,
+    key: str,
+    worst: tuple[str, int, float] | None,
+    *,
+    color: str,
+) -> None:
+    """The differences of one quantity: small dots, held-out ones large; a ring on the largest."""
+    for name, size in ((key, 3.5), (f"heldout_{key}", 7)):
+        steps, gaps = differences(first, second, name)
+        axes.plot(steps, np.maximum(gaps, FOOT), "o", color=color, markersize=size)
+        if worst is None or worst[0] != name:
+            continue
+        where, largest = worst[1], max(worst[2], FOOT)
+        axes.plot([where], [largest], "o", markersize=13, mfc="none", color="crimson")
+        right = where > (steps.min() + steps.max()) / 2
+        axes.annotate(
+            f"{worst[2]:.2g}",
+            (where, largest),
+            xytext=(-10 if right else 10, 0),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="center",
+            fontsize=8,
+            color="crimson",
+        )
+
+
+def compared(first: str, second: str, worst: tuple[str, int, float] | None) -> str:
+    """One line: where two runs differ most."""
+    if worst is None:
+        return f"{first} and {second} have no step in common"
+    key, step, gap = worst
+    what = key.replace("_", " ").replace("heldout", "held-out").replace("kl", "KL")
+    return f"{first} and {second}: largest relative difference {gap:.2g}, {what} at step {step}"
 
 
 def write_report(run: Path, summary: Mapping[str, Any]) -> Path:
@@ -137,7 +249,7 @@ def _number(value: Any) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Command line: one figure of several runs, and where they differ most."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.report", allow_abbrev=False)
+    parser = CommandLine("jax_distill.report")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="figure to write; default RUN/curves.png")
     options = parser.parse_args(argv)
@@ -145,25 +257,22 @@ def main(argv: Sequence[str]) -> None:
     for path in options.runs:
         records = read_metrics(path / "metrics.jsonl")
         if not records:
-            raise Refusal(f"expected a run folder with metrics.jsonl, got {path}")
+            raise Refusal(f"expected a run folder with metrics.jsonl, got {path}; check the path")
         name = path.name
         if (path / "manifest.json").exists():
             name += f" ({json.loads((path / 'manifest.json').read_text('utf-8'))['backend']})"
         runs[name if name not in runs else str(path)] = records
     out = options.out or options.runs[0] / "curves.png"
-    draw(runs).savefig(out, dpi=110)
+    check_new_file(out, "--out", FIGURES)
+    figure = draw(runs) if len(runs) == 1 else draw_comparison(runs)
+    figure.savefig(out, dpi=110)
     say(f"wrote {out}")
     if len(runs) == 1 and (options.runs[0] / "summary.json").exists():
         summary = json.loads((options.runs[0] / "summary.json").read_text("utf-8"))
         say(f"wrote {write_report(options.runs[0], summary)}")
     (first_name, first), *others = runs.items()
     for name, records in others:
-        worst = largest_difference(first, records)
-        if worst is None:
-            say(f"{first_name} and {name} have no step in common")
-        else:
-            key, step, gap = worst
-            say(f"{first_name} and {name}: largest difference {gap:.3g} in {key} at step {step}")
+        say(compared(first_name, name, largest_difference(first, records)))
 
 
 if __name__ == "__main__":

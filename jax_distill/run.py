@@ -10,6 +10,7 @@
 One process writes a run folder at a time: a lock names the one that has it.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -20,15 +21,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
-from jax_distill.config import Config, Refusal, as_dict, save
+from jax_distill.config import Config, Failure, Refusal, as_dict, save
 
 PACKAGES = (
     "jax-distill jax jaxlib flax optax orbax-checkpoint tensorstore grain numpy tokenizers "
@@ -36,7 +40,12 @@ PACKAGES = (
 ).split()
 
 # What may change between a run and its resumption: nothing that moves a number.
+# What the rows and targets come from is known by the store's fingerprint, wherever it lies.
 FREE_FIELDS = (
+    "output_dir",
+    "teacher.path",
+    "data.path",
+    "cache.path",
     "train.log_every",
     "train.eval_every",
     "train.save_every",
@@ -104,29 +113,54 @@ class Metrics:
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         """Keep the records up to `resume_step`, drop what a killed run logged beyond it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
-        temporary = folder / ".metrics.jsonl.tmp"
-        temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file: IO[str] = open(path, "a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+        self._folder = folder
+        path, board = folder / "metrics.jsonl", folder / "tensorboard"
+        with self._disk_errors():
+            board.mkdir(parents=True, exist_ok=True)
+            kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+            temporary = folder / ".metrics.jsonl.tmp"
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+            os.replace(temporary, path)
+            self._file: IO[str] = open(path, "a", encoding="utf-8")
+            # Not SummaryWriter: its thread would meet a full disk where nobody can catch it.
+            self._board = EventsWriter(str(board / "events"))
+        start = SessionLog(status=SessionLog.START)  # hides what was logged from here on before
+        self._board.write_event(Event(step=resume_step + 1, session_log=start))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One record. A number that is not finite is null in the file."""
-        self._file.write(json.dumps(_finite({"step": step, **values}), allow_nan=False) + "\n")
-        self._file.flush()
-        for key, value in values.items():
-            if isinstance(value, int | float) and math.isfinite(value):
-                self._board.add_scalar(key, value, step)
+        """One record. A number that is not finite is null in the file.
+
+        Raises:
+            Failure: the disk would not take it.
+        """
+        line = json.dumps(_finite({"step": step, **values}), allow_nan=False)
+        now = time.time()
+        with self._disk_errors():
+            self._file.write(line + "\n")
+            self._file.flush()
+            for key, value in values.items():
+                if isinstance(value, int | float) and math.isfinite(value):
+                    event = Event(step=step, wall_time=now, summary=scalar(key, value))
+                    self._board.write_event(event)
+            self._board.flush()
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Failure(
+                f"expected to write metrics into {self._folder}, got {error.strerror}; "
+                "make room there, and the same command goes on"
+            ) from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._file.close()
-        self._board.close()
+        for file in (self._file, self._board):
+            with contextlib.suppress(OSError):  # said by log, where it first came up
+                file.close()
 
 
 class Run:
@@ -164,29 +198,75 @@ class Run:
         except Refusal:
             self._lock.close()
             raise
+        self._before = self._read_manifest()
+        self._seconds_before = self._seconds_of_earlier_commands()
         save(config, self.path / "config.yaml")
-        manifest = {
+        self._manifest = {
             "backend": backend,
             "command": sys.argv,
             "host": platform.node(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
+            "seconds_before": self._seconds_before,
             "git_revision": git_revision(),
             "versions": versions(),
+            "store": self._before.get("store"),
         }
-        write_json(self.path / "manifest.json", manifest)
+        write_json(self.path / "manifest.json", self._manifest)
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is a whole checkpoint to go on from (either backend's)."""
+        folder = self.path / "checkpoints"
+        names = [path.stem for path in folder.iterdir()] if folder.is_dir() else []
+        return any(name.removeprefix("step_").isdecimal() for name in names)
+
+    def use_store(self, fingerprint: str) -> None:
+        """Note which store the run trains on; a run that was begun on another is refused.
+
+        Raises:
+            Refusal: there are checkpoints of training on other rows or targets.
+        """
+        before = self._before.get("store")
+        if self.trained and before not in (None, fingerprint):
+            raise Refusal(
+                f"{self.path} was begun on the store {before[:12]}…, got {fingerprint[:12]}…; "
+                "give that store back, or set another --output_dir for another run"
+            )
+        self._manifest["store"] = fingerprint
+        write_json(self.path / "manifest.json", self._manifest)
+
+    def _read_manifest(self) -> dict[str, Any]:
+        path = self.path / "manifest.json"
+        return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of this command and of the killed or stopped ones that it goes on from."""
+        return self._seconds_before + time.time() - self.started
+
+    def _seconds_of_earlier_commands(self) -> float:
+        """A killed command leaves no last word: it lasted to the newest thing that it wrote."""
+        if not self._before:
+            return 0.0
+        begin = last = (self.path / "manifest.json").stat().st_mtime
+        for wrote in ("summary.json", "**/metrics.jsonl", "**/checkpoints", "cache/*/commits"):
+            last = max([last, *(path.stat().st_mtime for path in self.path.glob(wrote))])
+        return self._before.get("seconds_before", 0.0) + last - begin
 
     def _check_same(self, config: Config) -> None:
         path = self.path / "config.yaml"
-        if not path.exists() or not (self.path / "checkpoints").exists():
+        if not self.trained or not path.exists():
             return
-        before = _flatten(yaml.safe_load(path.read_text(encoding="utf-8")))
-        now = _flatten(as_dict(config))
+        now, default = _flatten(as_dict(config)), _flatten(as_dict(Config()))
+        # A field that is younger than the run had its default.
+        before = default | _flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
         for key in sorted(before.keys() | now.keys()):
+            old, new = before.get(key), now.get(key)
             longer = key == "train.steps" and config.optimizer.schedule == "constant"
-            if key in FREE_FIELDS or longer or before.get(key) == now.get(key):
+            if key in FREE_FIELDS or longer or old == new or _same_place(key, old, new):
                 continue
             raise Refusal(
-                f"{self.path} was begun with {key} {before.get(key)}, got {now.get(key)}; "
+                f"{self.path} was begun with {key} {old}, got {new}; "
                 "set another --output_dir for another run"
             )
 
@@ -195,6 +275,12 @@ class Run:
 
     def __exit__(self, *_: Any) -> None:
         self._lock.close()
+
+
+def _same_place(key: str, old: Any, new: Any) -> bool:
+    """Whether two spellings of a path mean one file or folder."""
+    both = isinstance(old, str) and isinstance(new, str)
+    return both and key.endswith("path") and Path(old).resolve() == Path(new).resolve()
 
 
 def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -247,6 +333,7 @@ class StepProgress:
         self._what, self._total, self._first = what, total, done
         self._tokens = tokens_per_step
         self._begin = self._last_line = time.monotonic()
+        self._counted = done  # the first step compiles; speed is counted after it
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -260,7 +347,9 @@ class StepProgress:
     def update(self, step: int, loss: float | None) -> None:
         """`step` steps are done; `loss` is the latest one known."""
         now = time.monotonic()
-        speed = (step - self._first) * self._tokens / max(now - self._begin, 1e-9)
+        speed = (step - self._counted) * self._tokens / max(now - self._begin, 1e-9)
+        if self._counted == self._first:
+            self._begin, self._counted = now, step
         note = f"{speed:,.0f} tokens/s" + ("" if loss is None else f"  loss {loss:.4f}")
         self._bar.update(self._task, completed=step, note=note)
         if not console.is_terminal and (now - self._last_line > 10 or step == self._total):

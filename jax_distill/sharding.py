@@ -5,6 +5,7 @@ split together). A parameter names its logical axes where it is made (`model.py`
 by rows over both. On one device all of this is the identity.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,26 +25,34 @@ LOGICAL_AXES: dict[str | None, str | None] = {
 }
 
 
-def make_mesh(*, data: int, fsdp: int) -> Mesh:
-    """A mesh over the devices there are; −1 for one of the two takes what the other leaves.
+def make_mesh(*, data: int, fsdp: int, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over `devices` (None: those there are); −1 takes what the other axis leaves.
 
     Raises:
         Refusal: the product is not the number of devices.
     """
-    devices = len(jax.devices())
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
+    for name, given in {"data": data, "fsdp": fsdp}.items():
+        if -1 in (data, fsdp) and given != -1 and (given < 1 or count % given):
+            raise Refusal(
+                f"expected mesh.{name} to divide the devices here, {count}, got {given}; "
+                "set another"
+            )
     if data == -1 and fsdp == -1:
-        data, fsdp = devices, 1
+        data, fsdp = count, 1
     elif data == -1:
-        data = devices // fsdp
+        data = count // fsdp
     elif fsdp == -1:
-        fsdp = devices // data
-    if data * fsdp != devices:
+        fsdp = count // data
+    if data * fsdp != count:
         raise Refusal(
-            f"expected mesh.data·mesh.fsdp = {devices} (the devices here), got {data}·{fsdp}; "
+            f"expected mesh.data·mesh.fsdp = {count} (the devices here), got {data}·{fsdp}; "
             "set one of them to -1"
         )
     # Explicit axes refuse an embedding gather on sharded ids; the compiler decides instead.
-    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    kinds = (AxisType.Auto,) * 2
+    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=kinds, devices=devices)
 
 
 def parameter_sharding(

@@ -3,20 +3,29 @@
 `python -m jax_distill.student --teacher DIR --out DIR (--layers 0,5 | --parameters N)`
 """
 
-import argparse
 import json
 import math
 import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jax_distill import hf
-from jax_distill.config import Refusal, run_command
+from jax_distill.config import (
+    STUDENT_MARKS,
+    CommandLine,
+    Refusal,
+    above_zero,
+    check_new_folder,
+    find_path,
+    new_folder,
+    run_command,
+)
 from jax_distill.hf.weights import weight_files
 from jax_distill.model import ModelConfig
 from jax_distill.run import say
@@ -52,40 +61,67 @@ def layers_for(config: ModelConfig, parameters: int) -> list[int]:
     return [*range(first), *range(last, config.num_hidden_layers)]
 
 
-def make_student(
-    teacher: Path, out: Path, *, layers: Sequence[int] | None, parameters: int | None
-) -> Path:
-    """Write the student's HF folder: the kept layers renumbered, tensors as they were, bit by bit.
-
-    One file's tensors are in memory at a time. An `out` that is finished is left as it is.
+def kept_layers(
+    config: ModelConfig, *, layers: Sequence[int] | None, parameters: int | None
+) -> list[int]:
+    """The teacher's layers that a student keeps: those named, or as many as `parameters` allow.
 
     Raises:
         Refusal: not exactly one of layers and parameters; a layer the teacher lacks.
     """
     if (layers is None) == (parameters is None):
         raise Refusal("expected one of student.from_teacher.layers and .parameters; set one")
-    raw = hf.read_config(teacher)
-    config = hf.model_config(raw)
     if layers is None:
-        layers = layers_for(config, parameters or 0)
+        return layers_for(config, parameters or 0)
     depth = config.num_hidden_layers
     wrong = [x for x in layers if not 0 <= x < depth]
     if wrong or sorted(set(layers)) != list(layers):
         raise Refusal(f"expected layers from 0 to {depth - 1}, rising, got {list(layers)}")
+    return list(layers)
+
+
+def make_student(
+    teacher: Path, out: Path, *, layers: Sequence[int] | None, parameters: int | None
+) -> Path:
+    """Write the student's HF folder: the kept layers renumbered, tensors as they were, bit by bit.
+
+    One file's tensors are in memory at a time. An `out` that is finished is left as it is; it
+    appears whole or not at all. Raises Refusal as `kept_layers` and `new_folder` do.
+    """
+    raw = hf.read_config(teacher)
+    layers = kept_layers(hf.model_config(raw), layers=layers, parameters=parameters)
     student = {**raw, "num_hidden_layers": len(layers)}
     if raw.get("layer_types"):
         student["layer_types"] = [raw["layer_types"][x] for x in layers]
     text = json.dumps(student, indent=2) + "\n"
-    if (out / "config.json").exists() and (out / "config.json").read_text("utf-8") == text:
+    card = student_card(str(teacher), layers)
+    guard: dict[str, Any] = {
+        "marks": STUDENT_MARKS,
+        "apart": [teacher],
+        "names": text_files(teacher),
+    }
+    check_new_folder(out, **guard)
+    if _reads(out / "config.json") == text and _reads(out / "README.md") == card:
         return out
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    copy_tokenizer(teacher, out)
-    weights = weight_files(teacher)
-    if weights:
-        _copy_weights(weights, out, {old: new for new, old in enumerate(layers)})
-    (out / "config.json").write_text(text, "utf-8")  # last: it marks the folder as finished
+    with new_folder(out, **guard) as partial:
+        copy_tokenizer(teacher, partial)
+        weights = weight_files(teacher)
+        if weights:
+            _copy_weights(weights, partial, {old: new for new, old in enumerate(layers)})
+        (partial / "config.json").write_text(text, "utf-8")
+        (partial / "README.md").write_text(card, "utf-8")
     return out
+
+
+def student_card(teacher: str, layers: Sequence[int]) -> str:
+    """README.md of a student's folder: what it is. By it the command knows its own folders."""
+    kept = ", ".join(map(str, layers))
+    what = f"Layers {kept} of `{teacher}`, cut by jax_distill.student."
+    return f"# A student before training\n\n{what}\n"
+
+
+def _reads(path: Path) -> str | None:
+    return path.read_text("utf-8") if path.is_file() else None
 
 
 def _copy_weights(weights: dict[str, Path], out: Path, renumbered: dict[int, int]) -> None:
@@ -107,31 +143,42 @@ def _copy_weights(weights: dict[str, Path], out: Path, renumbered: dict[int, int
     (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2), "utf-8")
 
 
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """Everything in an HF folder that is neither weights nor config.json: tokenizer, chat template,
+def text_files(folder: Path) -> list[str]:
+    """Names of what an HF folder holds besides weights and config.json: tokenizer, chat template,
     generation config."""
-    for path in source.iterdir():
-        text = path.suffix in (".json", ".jinja", ".txt", ".model")
-        if text and path.name != "config.json" and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, out / path.name)
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".json", ".jinja", ".txt", ".model")
+        and path.name != "config.json"
+        and not path.name.endswith(".index.json")
+    )
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """The text files of an HF folder, unchanged."""
+    for name in text_files(source):
+        shutil.copyfile(source / name, out / name)
 
 
 def main(argv: Sequence[str]) -> None:
     """Command line of `make_student`."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.student", allow_abbrev=False)
+    parser = CommandLine("jax_distill.student")
     parser.add_argument("--teacher", required=True, help="HF folder, GGUF file or hub id")
     parser.add_argument("--out", required=True, help="the student's folder")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--layers", help="the teacher's layers that stay, e.g. 0,5")
-    size.add_argument("--parameters", type=int, help="at most this many")
+    size.add_argument("--parameters", type=above_zero, help="at most this many")
     options = parser.parse_args(argv)
     layers = None
     if options.layers is not None:
         try:
             layers = [int(x) for x in options.layers.split(",")]
         except ValueError:
-            raise Refusal(f"--layers: expected numbers like 0,5, got {options.layers}") from None
-    teacher = hf.local_folder(options.teacher)
+            raise Refusal(
+                f"expected --layers as numbers like 0,5, got {options.layers}; write them so"
+            ) from None
+    teacher = hf.local_folder(find_path(options.teacher))
     out = make_student(teacher, Path(options.out), layers=layers, parameters=options.parameters)
     config = hf.model_config(hf.read_config(out))
     say(f"wrote {out}: {config.num_hidden_layers} layers, {count_parameters(config):,} parameters")

@@ -5,6 +5,7 @@ Then the gate, the loop, the held-out table, the export and the report. The same
 """
 
 import logging
+import os
 import shutil
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_distill import evaluate, export, hf, report, sharding, student, teacher
-from jax_distill.cache import Store
+from jax_distill.cache import Store, vocabulary_conflict
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     Config,
@@ -36,7 +37,7 @@ from jax_distill.config import (
 from jax_distill.data import Tokenizer, row_indices
 from jax_distill.devices import peak_bf16_flops
 from jax_distill.model import Decoder
-from jax_distill.optimizer import learning_rate_schedule, make_optimizer
+from jax_distill.optimizer import optimizer_of
 from jax_distill.run import (
     Metrics,
     Run,
@@ -57,6 +58,7 @@ from jax_distill.step import (
 )
 
 REQUIRED = ("loss", "gradient_norm")  # NaN elsewhere means: not computed without a teacher
+READ_AHEAD = 2  # batches on the devices beside the one at work
 
 
 def reader_knobs(config: Config) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def micro_batch_size(config: Config) -> int:
 def batches(
     store: Store, config: Config, mesh: Mesh, *, first: int, steps: int
 ) -> Iterator[tuple[int, np.ndarray, dict[str, Any]]]:
-    """(step, rows, batch [A,B,T] on the devices) for steps first…steps−1, read two steps ahead."""
+    """(step, rows, batch [A,B,T] on the devices) for steps first…steps−1, READ_AHEAD ahead."""
     batch_size = config.train.batch_size
 
     def read(step: int) -> tuple[int, np.ndarray, dict[str, Any]]:
@@ -82,11 +84,12 @@ def batches(
         return step, rows, sharding.place_batch(mesh, split, leading=1)
 
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
-        ahead = deque(pool.submit(read, step) for step in range(first, min(first + 2, steps)))
+        soon = range(first, min(first + READ_AHEAD, steps))
+        ahead = deque(pool.submit(read, step) for step in soon)
         for step in range(first, steps):
             ready = ahead.popleft().result()
-            if step + 2 < steps:
-                ahead.append(pool.submit(read, step + 2))
+            if step + READ_AHEAD < steps:
+                ahead.append(pool.submit(read, step + READ_AHEAD))
             yield ready
 
 
@@ -127,21 +130,7 @@ def fit(
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
     train, (train_store, heldout_store) = config.train, stores
-    schedule = learning_rate_schedule(
-        config.optimizer.schedule,
-        learning_rate=config.optimizer.learning_rate,
-        final=config.optimizer.final_learning_rate,
-        warmup_steps=config.optimizer.warmup_steps,
-        steps=steps,
-    )
-    optimizer = make_optimizer(
-        config.optimizer.name,
-        schedule,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        weight_decay=config.optimizer.weight_decay,
-        clip_norm=config.optimizer.clip_norm,
-    )
+    optimizer, schedule = optimizer_of(config.optimizer, steps=steps, seed=config.seed)
     tokens_per_step = train.batch_size * train_store.manifest.sequence_length
     flops = tokens_per_step * train_flops_per_token(
         model.config, train_store.manifest.sequence_length
@@ -155,15 +144,24 @@ def fit(
         loss=config.loss,
         vocab_size=vocab_size,
         places=jax.tree.map(lambda leaf: leaf.sharding, state),
+        layerwise=config.optimizer.layerwise,
+        seed=config.seed,
     )
     eval_step = make_eval_step(graphdef, loss=config.loss, vocab_size=vocab_size)
 
     checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
     first = checkpoints.latest_step() or 0
+    if first > steps:
+        raise Refusal(
+            f"expected train.steps of at least {first}, which are done, got {steps}; "
+            "set another --output_dir for a shorter run"
+        )
     if first:
         found = checkpoints.restore(first, params=state.params, opt_state=state.opt_state)
         state = TrainState(step=state.step + first, **found)
         say(f"{what}: resumed at step {first} of {steps}")
+    if not evaluate.validation_rows(heldout_store).size:
+        say("no held-out rows to choose by: the best checkpoint is the last")
     metrics = Metrics(folder, resume_step=first)
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens_per_step)
     profile = train.profile_steps or [-1, -1]
@@ -197,7 +195,7 @@ def fit(
             clock = now
 
             at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
-            at_save = step == steps or bool(train.save_every and step % train.save_every == 0)
+            at_save = at_eval or bool(train.save_every and step % train.save_every == 0)
             if at_eval:
                 values |= heldout_means(eval_step, state.params, heldout_store, config, mesh)
             if at_eval or step % train.log_every == 0 or step == 1:
@@ -208,7 +206,7 @@ def fit(
                     step,
                     state.params,
                     state.opt_state,
-                    heldout_loss=values.get("heldout_loss"),
+                    heldout=values.get("heldout_kl", values.get("heldout_loss")),
                 )
             progress.update(step, values["loss"])
             if stopping and step < steps:
@@ -228,6 +226,8 @@ def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> t
         if not (start / "tokenizer.json").exists():
             student.copy_tokenizer(teacher.tokenizer_folder(config, teacher_folder), inside)
         student.copy_tokenizer(start, inside)
+        if (inside / "tokenizer.json").exists() and teacher_folder is not None:
+            check_tokenizers(inside, teacher.tokenizer_folder(config, teacher_folder))
         shutil.copyfile(start / "config.json", inside / "config.json")
         return start, inside
     if teacher_folder is None:
@@ -235,6 +235,20 @@ def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> t
     knobs = config.student.from_teacher
     student.make_student(teacher_folder, inside, layers=knobs.layers, parameters=knobs.parameters)
     return inside, inside
+
+
+def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
+    """Refuse, before the teacher runs, a student that reads the text's ids differently."""
+    if not (text_folder / "tokenizer.json").exists():
+        return
+    read, own = Tokenizer.load(text_folder).vocab, Tokenizer.load(student_folder).vocab
+    conflict = vocabulary_conflict(read, own)
+    if conflict:
+        first, wanted, got = conflict
+        raise Refusal(
+            f"expected the student's tokenizer to give id {first} to {wanted!r} as the teacher's "
+            f"does, got {got!r}; use the teacher's tokenizer"
+        )
 
 
 def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
@@ -245,6 +259,7 @@ def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
         compute_dtype=jnp.dtype(config.train.compute_dtype),
         remat=config.train.remat,
         shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        rows=sharding.batch_sharding(mesh),
         seed=config.seed,
     )
 
@@ -257,6 +272,7 @@ def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
         param_dtype=dtype,
         compute_dtype=dtype,
         shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        rows=sharding.batch_sharding(mesh),
     )
 
 
@@ -298,13 +314,16 @@ def final_table(
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
     """The whole job in order, each line a fact on disk or a model in memory."""
+    teacher_files, teacher_folder = teacher.teacher_folders(config)
+    start, folder = prepare_student(config, run.path, teacher_files)
     train_store, heldout_store = teacher.write_stores(config)
-    path = config.teacher.path
-    teacher_folder = hf.local_folder(find_path(path)) if path else None
-    start, folder = prepare_student(config, run.path, teacher_folder)
+    run.use_store(train_store.manifest.fingerprint)
     vocab_size = student_vocabulary(folder, train_store)
+    if teacher_folder:
+        columns = hf.model_config(hf.read_config(folder)).vocab_size
+        evaluate.check_columns(columns, "student", heldout_store)
     steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
-    if teacher_folder and config.loss.kl_weight and not (run.path / "checkpoints").exists():
+    if teacher_folder and config.loss.kl_weight and not run.trained:
         run_gate(config, teacher_folder, train_store, mesh)
 
     knobs: dict[str, Any] = {
@@ -334,7 +353,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         and student.count_parameters(hf.model_config(hf.read_config(teacher_folder))),
         "steps": steps,
         "tokens_trained": steps * config.train.batch_size * train_store.manifest.sequence_length,
-        "seconds": time.time() - run.started,
+        "seconds": run.seconds,
         "cache": {
             "path": train_store.path,
             "tokens": train_store.tokens,
@@ -390,8 +409,9 @@ def last_heldout(folder: Path) -> dict[str, float]:
 
 def main(config: Config) -> None:
     """Train as configured; `python -m jax_distill.train` calls this with the command line's."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates each save
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     mesh = sharding.make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp)
     sharding.check_rows(mesh, micro_batch_size(config), "train.micro_batch_size")

@@ -1,6 +1,7 @@
 """Training killed at random instants ends where an uninterrupted run ends, bit for bit."""
 
 import random
+import subprocess
 from pathlib import Path
 
 import jax
@@ -100,7 +101,45 @@ def test_sigterm_saves_exits_0_and_says_how_to_go_on(tmp_path):
     process.terminate()
     assert process.wait(120) == 0
     assert "the same command goes on" in log.read_text()
-    saved = sorted(
-        int(p.name) for p in (tmp_path / "run/checkpoints").iterdir() if p.name.isdigit()
-    )
-    assert saved[-1] == read_metrics(metrics)[-1]["step"]
+    assert saved_steps(tmp_path / "run")[-1] == read_metrics(metrics)[-1]["step"]
+
+
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_last(
+    tmp_path, small_disk, trouble
+):
+    """Case 30, on a disk of its own."""
+    hf_folder(tmp_path / "teacher")
+    text_file(tmp_path / "text.jsonl", documents=150)
+    log, run = tmp_path / "log", small_disk / "run"
+    words = [*command(tmp_path, "whole"), "--output_dir"]
+    finish([*words, str(tmp_path / "whole")], log)
+
+    process = start([*words, str(run)], log)
+    wait_until(process, lambda: len(saved_steps(run)) >= 2, log)
+    ballast = small_disk / "ballast"
+    if trouble == "full":
+        with pytest.raises(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    else:
+        place = str(run / "checkpoints")
+        subprocess.run(["mount", "--bind", place, place], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+    assert process.wait(120) == 1
+    assert "failed: expected to write " in log.read_text()  # a full disk may meet metrics first
+    assert saved_steps(run) and not (run / "summary.json").exists()
+
+    if trouble == "full":
+        ballast.unlink()
+    else:
+        subprocess.run(["umount", place], check=True)
+    finish([*words, str(run)], log)
+    for left, right in zip(state(tmp_path / "whole"), state(run), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def saved_steps(run: Path) -> list[int]:
+    if not (run / "checkpoints").exists():
+        return []
+    return sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,11 +25,13 @@ from jax_distill.config import (
     Failure,
     FromTeacher,
     LossConfig,
+    MeshConfig,
     OptimizerConfig,
     Refusal,
     StudentConfig,
     TeacherConfig,
     TrainConfig,
+    save,
 )
 from jax_distill.optimizer import make_optimizer
 from jax_distill.run import read_metrics
@@ -144,6 +148,7 @@ def test_a_second_run_finds_the_store(folder, finished, capsys):
     train.main(make_config(folder, output_dir=str(folder / "second")))
     said = capsys.readouterr().out
     assert "is there" in said and "documents" not in said
+    assert "gate: teacher as its own student: KL" in said
     first = read_metrics(finished / "metrics.jsonl")
     second = read_metrics(folder / "second/metrics.jsonl")
     assert [r["loss"] for r in first] == [r["loss"] for r in second]
@@ -170,6 +175,55 @@ def test_the_gate_refuses_a_store_shifted_by_one(folder, finished, tmp_path):
 
     with pytest.raises(Failure, match="row 0|row [1-3]"):
         evaluate.identity_gate(teacher, Shifted(), **knobs)  # type: ignore[arg-type]
+
+
+def test_the_gate_takes_the_first_rows_that_have_targets(folder, finished):
+    """Case 11: chat data whose first completions were cut away."""
+    store = Store.open(str(folder / "cache/train"))
+    teacher = hf.load_model(folder / "teacher")
+
+    class FirstRowsEmpty:
+        manifest, rows, path = store.manifest, store.rows, store.path
+
+        def __init__(self, empty):
+            self.empty = empty
+
+        def read(self, rows, **knobs):
+            batch = store.read(rows, **knobs)
+            return batch | {"mask": batch["mask"] & (np.asarray(rows) >= self.empty)[:, None]}
+
+    knobs = dict(rows=4, temperature=1.0, tolerance=1e-3)
+    assert "gate" in evaluate.identity_gate(teacher, FirstRowsEmpty(5), **knobs)  # type: ignore
+    with pytest.raises(Failure, match="something to predict"):
+        evaluate.identity_gate(teacher, FirstRowsEmpty(10**6), **knobs)  # type: ignore
+
+
+def test_fewer_steps_than_are_done_are_refused(folder, finished):
+    config = make_config(folder, output_dir=str(folder / "constant"))
+    constant = dataclasses.replace(config.optimizer, schedule="constant")
+    short = dataclasses.replace(config.train, ce_baseline=False, steps=3)
+    config = dataclasses.replace(config, optimizer=constant, train=short)
+    train.main(config)
+    fewer = dataclasses.replace(config, train=dataclasses.replace(short, steps=2))
+    with pytest.raises(Refusal, match="at least 3, which are done, got 2"):
+        train.main(fewer)
+
+
+def test_neither_a_fresh_nor_a_resumed_run_compiles_its_step_twice(folder, finished, monkeypatch):
+    made = []
+
+    def remembered(*words, **knobs):
+        made.append(make_train_step(*words, **knobs))
+        return made[-1]
+
+    monkeypatch.setattr(train, "make_train_step", remembered)
+    config = make_config(folder, output_dir=str(folder / "compiled"))
+    constant = dataclasses.replace(config.optimizer, schedule="constant")
+    short = dataclasses.replace(config.train, ce_baseline=False, steps=3)
+    config = dataclasses.replace(config, optimizer=constant, train=short)
+    train.main(config)
+    train.main(dataclasses.replace(config, train=dataclasses.replace(short, steps=6)))
+    assert [step._cache_size() for step in made] == [1, 1]
 
 
 def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_numbers(folder, finished, capsys):
@@ -348,6 +402,10 @@ def test_another_tokenizer_is_refused_before_training(folder, finished, tmp_path
     )
     with pytest.raises(Refusal, match=r"id 7\b"):
         train.main(config)
+    unseen = dataclasses.replace(config.cache, path=str(tmp_path / "cache"))
+    with pytest.raises(Refusal, match=r"id 7\b"):
+        train.main(dataclasses.replace(config, cache=unseen))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_flops_are_the_formula():
@@ -355,3 +413,41 @@ def test_flops_are_the_formula():
     layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48
     expected = 6 * (2 * layer + 320 * 32) + 6 * 2 * 32 * 24
     assert train_flops_per_token(config, 24) == expected
+
+
+@pytest.mark.parametrize(("devices", "data", "fsdp"), [(1, 1, 1), (2, 1, 2), (4, 2, 2)])
+def test_the_whole_run_is_the_same_on_any_number_of_devices(
+    folder, finished, tmp_path, devices, data, fsdp
+):
+    """`finished` ran on 8; each of these is a process with its own number of fake devices.
+
+    Sums of another order differ in the last bits, and Adam's first steps divide them by themselves.
+    """
+    config = make_config(
+        folder, output_dir=str(tmp_path / "run"), mesh=MeshConfig(data=data, fsdp=fsdp)
+    )
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, ce_baseline=False))
+    save(config, tmp_path / "config.yaml")
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    command = [sys.executable, "-m", "jax_distill.train", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run(
+        command, env={**os.environ, "XLA_FLAGS": flag}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected, got = (read_metrics(path / "metrics.jsonl") for path in (finished, tmp_path / "run"))
+    assert [r["step"] for r in got] == [r["step"] for r in expected]
+    for key in ("loss", "kl", "gradient_norm", "heldout_loss"):
+        numbers = [[r[key] for r in run if key in r] for run in (expected, got)]
+        np.testing.assert_allclose(*numbers, rtol=1e-5, err_msg=key)
+
+
+def test_a_trace_is_written_for_the_steps_asked_for(folder, finished):
+    config = make_config(folder, output_dir=str(folder / "traced"))
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train, steps=3, ce_baseline=False, profile_steps=[1, 2], eval_every=None
+        ),
+    )
+    train.main(config)
+    assert list((folder / "traced/profile").rglob("*.xplane.pb"))

@@ -1,7 +1,11 @@
-"""The rungs below the loss: one tensor of ours against one of transformers', and how to read a
-failure. The first broken rung names the culprit: norm, rotary, attention, layer, logits."""
+"""How every rung compares and how to read a failure, and what the rungs below the loss share.
+
+The first broken rung names the culprit: norm, rotary, attention, layer, logits, loss, gradients,
+optimizer, steps, resumed run, exported folder.
+"""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,27 +20,56 @@ FP32, BF16 = 2e-6, 2e-2
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
-    """A jax, torch or numpy array in float32 or wider."""
+    """A jax, torch or numpy array, or a number, in float32 or wider."""
     if isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)).numpy()
     array = np.asarray(tensor)
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 
-def assert_close(rung: str, name: str, ours: Any, theirs: Any, tolerance: float = FP32) -> None:
-    """|ours − theirs| ≤ tolerance · max |theirs| everywhere; not finite where theirs is finite
-    fails. A failure says rung, tensor, largest and mean difference and where the largest is."""
+def assert_close(
+    rung: str,
+    name: str,
+    ours: Any,
+    theirs: Any,
+    tolerance: float = FP32,
+    *,
+    unit: float | None = None,
+    mean: float | None = None,
+) -> None:
+    """|ours − theirs| ≤ tolerance · unit everywhere, and ≤ mean · unit on average where `mean` is
+    given; `unit` is max |theirs| where it is not. Equal infinities are no difference; not finite
+    where theirs is finite fails, and so does NaN. A failure says rung, tensor, largest and mean
+    difference, where the largest is and what stands there."""
     ours, theirs = as_numpy(ours), as_numpy(theirs)
     assert ours.shape == theirs.shape, f"{rung}: {name} {ours.shape} against {theirs.shape}"
-    difference = np.abs(ours - theirs)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(ours == theirs, 0.0, np.abs(ours - theirs))
     difference[np.isnan(difference)] = np.inf
-    largest = np.abs(theirs).max()
+    if unit is None:
+        unit = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0)
     where = tuple(map(int, np.unravel_index(difference.argmax(), difference.shape)))
-    assert difference.max() <= tolerance * largest, (
+    average = np.inf if mean is None else mean * unit
+    assert difference.max() <= tolerance * unit and difference.mean() <= average, (
         f"{rung}: {name} differs by {difference.max():.3g} at {where} (ours {ours[where]:.8g}, "
-        f"theirs {theirs[where]:.8g}; mean {difference.mean():.3g}; allowed "
-        f"{tolerance * largest:.3g}, {tolerance:g} of the largest entry)"
+        f"theirs {theirs[where]:.8g}), {difference.mean():.3g} on average; allowed "
+        f"{tolerance * unit:.3g} ({tolerance:g} of {unit:.3g})"
+        + ("" if mean is None else f" and {average:.3g} on average")
     )
+
+
+def assert_numbers(
+    rung: str,
+    ours: Mapping[str, float],
+    theirs: Mapping[str, float],
+    tolerance: float,
+    **others: float,
+) -> None:
+    """`assert_close` of every number by its name, each relative to its own size; `others` are the
+    tolerances of those that have one of their own."""
+    assert ours.keys() == theirs.keys(), f"{rung}: {sorted(ours)} against {sorted(theirs)}"
+    for name, value in theirs.items():
+        assert_close(rung, name, ours[name], value, others.get(name, tolerance))
 
 
 def run_layer(stacked: nnx.Module, layer: int, *inputs: Any) -> jax.Array:

@@ -5,9 +5,13 @@ rope_scaling), at positions past 512, past the original context and past the con
 frequencies agree to the last bits, because an error in them grows with the position.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import torch
 from ladder import assert_close
 from transformers import LlamaConfig
@@ -85,11 +89,12 @@ def test_angles_and_turned_heads_past_every_border(rope):
     assert_close("rotary", f"turned heads of {rope}", got, expected, ANGLE)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=tiny.QUICK_COMPILE)
 def our_angles(config, positions, segment_ids):
     return rotary_angles(
         config.rope,
-        jnp.asarray(positions),
-        jnp.asarray(segment_ids),
+        positions,
+        segment_ids,
         head_dim=config.head_dim,
         max_position_embeddings=config.max_position_embeddings,
     )

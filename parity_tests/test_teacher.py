@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from ladder import assert_close
 
 import torch_ref.audit
 import torch_ref.teacher
@@ -102,9 +103,8 @@ def test_both_backends_store_the_same_distributions(stores, temperature):
     stepped = difference > 1e-4
     assert stepped.mean() < 0.01
     assert (difference <= 1e-4 + np.where(stepped, steps, 0.0)).all()
-    np.testing.assert_allclose(
-        ours["teacher_log_tail"], theirs["teacher_log_tail"], atol=1e-4, rtol=0
-    )
+    for_tail = ours["teacher_log_tail"], theirs["teacher_log_tail"]
+    assert_close("teacher", f"log_tail at τ {temperature}", *for_tail, 1e-4, unit=1.0)
 
 
 def test_each_backends_audit_passes_on_the_others_store(stores, folder, tmp_path):
@@ -254,4 +254,4 @@ def test_jax_reads_what_transformers_saved(folder, rows):
     ours = hf.load_model(folder, param_dtype=jnp.float32, compute_dtype=jnp.float32)
     got = jax.jit(lambda m, *x: m.hidden_states(*x))(ours, *(jnp.asarray(x) for x in place))
     real = rows["segment_ids"] > 0
-    np.testing.assert_allclose(np.asarray(got)[real], expected[real], atol=2e-5)
+    assert_close("teacher", "hidden states", np.asarray(got)[real], expected[real], 4e-6)

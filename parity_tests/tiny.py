@@ -13,7 +13,7 @@ import transformers
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from jax_distill.cache import Manifest, Store, create
+from jax_distill.cache import Manifest, Store, create, teacher_fingerprint
 from jax_distill.hf import weight_table
 from jax_distill.model import Decoder, ModelConfig
 from torch_ref.model import load_model
@@ -111,7 +111,12 @@ def taught_store(path: Path, rows: Store, teacher: Path, **fields: Any) -> Store
     model = load_model(str(teacher), dtype="float32")
     wanted = dataclasses.replace(
         rows.manifest,
-        **{"top_k": 12, "temperatures": (1.0, 2.0), "teacher_fingerprint": "tiny"} | fields,
+        **{
+            "top_k": 12,
+            "temperatures": (1.0, 2.0),
+            "teacher_fingerprint": teacher_fingerprint(teacher),
+        }
+        | fields,
     )
     return write_store(str(path), wanted, rows, model, batch_size=4, chunk_size=64)
 

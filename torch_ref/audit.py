@@ -5,18 +5,17 @@ where all is well, and large once the targets are shifted by one position. Which
 the store, the other's audit passes.
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from jax_distill.cache import Store
-from jax_distill.config import Failure, Refusal, run_command
+from jax_distill.cache import Store, teacher_fingerprint
+from jax_distill.config import CommandLine, Failure, Refusal, above_zero, run_command
 from jax_distill.run import say
 from torch_ref.losses import fused_chunked
-from torch_ref.model import Model, head, hidden_states, load_model
+from torch_ref.model import Model, head, hidden_states, load_model, place_of
 
 TEACHER = ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count")
 
@@ -72,10 +71,10 @@ def spot_check(
 
 def main(argv: Sequence[str]) -> None:
     """Exit code 1 where the store is not this teacher's."""
-    parser = argparse.ArgumentParser(prog="python -m torch_ref.audit", allow_abbrev=False)
+    parser = CommandLine("torch_ref.audit")
     parser.add_argument("store", help="e.g. cache/train")
     parser.add_argument("--teacher", required=True, help="HF folder, GGUF file or hub id")
-    parser.add_argument("--spot_check", type=int, default=8, help="rows, chosen at random")
+    parser.add_argument("--spot_check", type=above_zero, default=8, help="rows, chosen at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", default="cpu")
@@ -86,6 +85,9 @@ def main(argv: Sequence[str]) -> None:
     if not store.manifest.top_k:
         raise Refusal(f"expected a store with a teacher at {options.store}, got rows alone")
     model = load_model(options.teacher, dtype=options.dtype, device=options.device)
+    place = place_of(options.teacher)
+    if teacher_fingerprint(place) != store.manifest.teacher_fingerprint:
+        say(f"{place} is not the teacher that the store was made with, by its fingerprint")
     rng = np.random.default_rng(options.seed)
     rows = np.sort(rng.permutation(store.rows)[: options.spot_check])
     found = spot_check(store, model, rows, temperature=store.manifest.temperatures[0])

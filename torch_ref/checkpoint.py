@@ -1,7 +1,7 @@
 """Training state on disk: parameters, optimizer state, step and seed, one file a step.
 
 A file is written beside its place, flushed and renamed, so a kill leaves whole checkpoints only.
-The last n are kept and, besides, the best by held-out loss.
+The last n are kept and, besides, the best by held-out KL (without a teacher, by held-out loss).
 """
 
 import json
@@ -52,7 +52,7 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The step with the lowest held-out loss among those that were evaluated."""
+        """The step with the lowest held-out number among those that were saved with one."""
         losses = self._heldout()
         return min(losses, key=losses.__getitem__, default=None)
 
@@ -62,9 +62,10 @@ class Checkpoints:
         parameters: dict[str, torch.Tensor],
         optimizer: Optimizer,
         *,
-        heldout_loss: float | None = None,
+        heldout: float | None = None,
     ) -> None:
-        """Write the state as of `step`, then remove what need not be kept.
+        """Write the state as of `step`, then remove what need not be kept. `heldout` is what the
+        best goes by: the smaller the better.
 
         Raises:
             Failure: the disk does not take it; the last good checkpoint stays.
@@ -82,7 +83,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._path(step))
-            losses = self._heldout() | ({} if heldout_loss is None else {step: heldout_loss})
+            losses = self._heldout() | ({} if heldout is None else {step: heldout})
             write_json(self._folder / "heldout.json", losses)
         except (OSError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -120,7 +121,7 @@ class Checkpoints:
         return self._folder / f"step_{step:08d}.pt"
 
     def _heldout(self) -> dict[int, float]:
-        """step → held-out loss of the checkpoints that are there."""
+        """step → held-out number of the checkpoints that are there."""
         path = self._folder / "heldout.json"
         if not path.exists():
             return {}

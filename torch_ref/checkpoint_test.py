@@ -35,7 +35,7 @@ def test_the_last_n_are_kept_and_the_best(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2, seed=0)
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 2.5}
     for step, loss in losses.items():
-        checkpoints.save(step, *trained(1), heldout_loss=loss)
+        checkpoints.save(step, *trained(1), heldout=loss)
     assert checkpoints.steps() == [2, 4, 5]
     assert checkpoints.best_step() == 2 and checkpoints.latest_step() == 5
 

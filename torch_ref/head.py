@@ -7,7 +7,7 @@ Letters: T tokens (B = 1), D hidden, V vocabulary, K top_k, C chunk_size.
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ def inputs_of(options: argparse.Namespace, tokens: int, device: str) -> list[Ten
     generator = torch.Generator(device).manual_seed(0)
     dtype, k = getattr(torch, options.dtype), options.top_k
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device)
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
-    hidden = normal(1, tokens, options.hidden).to(dtype).requires_grad_()
-    lm_head = normal(options.vocab, options.hidden).to(dtype) * (2.0 / options.hidden**0.5)
+    hidden = normal(1, tokens, options.hidden, dtype=dtype).requires_grad_()
+    lm_head = normal(options.vocab, options.hidden, dtype=dtype) * (2.0 / options.hidden**0.5)
     first = torch.randint(options.vocab, (1, tokens, 1), generator=generator, device=device)
     stride = torch.arange(k, device=device) * (options.vocab // k)
     indices = ((first + stride) % options.vocab).int()
@@ -55,8 +55,9 @@ def run(
     try:
         if cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         hidden, lm_head, *targets = inputs_of(options, tokens, device)
+        if cuda:  # what making them took is not the loss's
+            torch.cuda.reset_peak_memory_stats()
         seconds = []
         for _ in range(options.repeats + 1):
             start = time.perf_counter()
@@ -72,32 +73,40 @@ def run(
     return float(np.median(seconds[1:])), peak
 
 
-def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row an implementation, length and chunk size; seconds null where memory ran out."""
+def cases_of(options: argparse.Namespace) -> list[tuple[int, str, int]]:
+    """(tokens, implementation, C); `dense` has no chunks."""
+    return [
+        (tokens, implementation, chunk_size)
+        for tokens in map(int, options.tokens.split(","))
+        for implementation in options.implementation.split(",")
+        for n, chunk_size in enumerate(map(int, options.chunk_size.split(",")))
+        if n == 0 or implementation != "dense"
+    ]
+
+
+def measure(options: argparse.Namespace, on_row: Callable[[dict[str, Any]], None]) -> None:
+    """One row a case; seconds null where memory ran out. After options.seconds none is begun."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    rows = []
-    for tokens in map(int, options.tokens.split(",")):
-        for implementation in options.implementation.split(","):
-            for chunk_size in map(int, options.chunk_size.split(",")):
-                seconds, peak = run(implementation, options, tokens, chunk_size, device)
-                row = {
-                    "implementation": f"torch_ref {implementation}",
-                    "tokens": tokens,
-                    "hidden": options.hidden,
-                    "vocab": options.vocab,
-                    "top_k": options.top_k,
-                    "chunk_size": chunk_size,
-                    "dtype": options.dtype,
-                    "device": name,
-                    "measured_gib": peak,
-                    "seconds": seconds,
-                }
-                rows.append(row)
-                print(row, flush=True)
-                if implementation == "dense":
-                    break  # it has no chunks
-    return rows
+    cases, start = cases_of(options), time.perf_counter()
+    for done, (tokens, implementation, chunk_size) in enumerate(cases):
+        if time.perf_counter() - start > options.seconds:
+            print(f"time is up: {len(cases) - done} of {len(cases)} cases not begun")
+            break
+        seconds, peak = run(implementation, options, tokens, chunk_size, device)
+        row = {
+            "implementation": f"torch_ref {implementation}",
+            "tokens": tokens,
+            "hidden": options.hidden,
+            "vocab": options.vocab,
+            "top_k": options.top_k,
+            "chunk_size": chunk_size,
+            "dtype": options.dtype,
+            "device": name,
+            "measured_gib": peak,
+            "seconds": seconds,
+        }
+        on_row(row)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,15 +120,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--implementation", default=",".join(IMPLEMENTATIONS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin none after these"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows here, as they come")
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.implementation.split(",")) - set(IMPLEMENTATIONS)):
         raise Refusal(
             f"expected --implementation of {', '.join(IMPLEMENTATIONS)}, got {unknown[0]}"
         )
-    rows = rows_of(options)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        rows.append(row)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+    measure(options, keep)
     return 0
 
 

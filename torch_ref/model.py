@@ -10,13 +10,17 @@ architecture heeds it, and whether its head is what we take it for, is tried out
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from jax_distill.config import Refusal, find_path
 
 Model = transformers.PreTrainedModel
+# As jax_distill.hf fetches them; the second where a repository has no safetensors.
+HUB_FILES = (["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"], ["pytorch_model*.bin*"])
 
 
 class Head(NamedTuple):
@@ -39,6 +43,33 @@ def source(path: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(place) if place.is_dir() else path}
 
 
+def place_of(path: str) -> Path:
+    """The folder or the GGUF file that a path of the configuration names; of a hub id, the folder
+    of the revision in the local cache, where it is fetched to once.
+
+    Raises:
+        Refusal: nothing there, and nothing to fetch.
+    """
+    named = source(path)
+    place = Path(named["pretrained_model_name_or_path"])
+    if "gguf_file" in named:
+        return place / named["gguf_file"]
+    if place.is_dir():
+        return place
+    try:
+        for patterns in HUB_FILES:
+            place = Path(snapshot_download(path, allow_patterns=patterns))
+            if list(place.glob("*.safetensors")):
+                break
+    except Exception as error:  # every network and hub failure ends in the same one line
+        reason = " ".join(str(error).split())[:200]
+        raise Refusal(
+            f"expected a model folder, a GGUF file or a hub id, got {path} ({reason}); check the "
+            "path, or the connection"
+        ) from error
+    return place
+
+
 def load_model(
     path: str, *, dtype: str, device: str = "cpu", attention: str | None = None
 ) -> Model:
@@ -56,10 +87,7 @@ def load_model(
     place = source(path)
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(**place)
-        for key in vars(config):
-            if key.endswith(("dropout", "pdrop")) and getattr(config, key):
-                setattr(config, key, 0.0)
+        config = _as_meant(transformers.AutoConfig.from_pretrained(**place), "gguf_file" in place)
         loader: Any = transformers.AutoModelForCausalLM
         model, info = loader.from_pretrained(
             **place,
@@ -74,9 +102,23 @@ def load_model(
     wrong = {k: sorted(map(str, v))[:3] for k, v in info.items() if v and k.endswith("_keys")}
     if wrong:
         raise Refusal(f"expected the weights of {type(model).__name__} at {path}, got {wrong}")
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and "gguf_file" in place:  # its weights are plain by now
+        quantizer.remove_quantization_config(model)
     model = model.to(device).eval()
     check_model(model)
     return model
+
+
+def _as_meant(config: Any, is_gguf: bool) -> Any:
+    """Without dropout. A GGUF file keeps float32 numbers: the shortest decimals that read back as
+    the same, as `jax_distill.hf` has them (rms_norm_eps 1e-05)."""
+    for key, value in vars(config).items():
+        if key.endswith(("dropout", "pdrop")) and value:
+            setattr(config, key, 0.0)
+        elif is_gguf and isinstance(value, float):
+            setattr(config, key, float(str(np.float32(value))))
+    return config
 
 
 def attention_masks(model: Model, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:

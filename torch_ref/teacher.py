@@ -15,8 +15,6 @@ B rows, T positions, D hidden, V vocabulary, K stored tokens, S temperatures, N 
 
 import argparse
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jax_distill.cache import Manifest, Store, create
+from jax_distill.cache import Manifest, Store, create, teacher_fingerprint
 from jax_distill.config import Config, Failure, Refusal, load, run_command
 from jax_distill.run import StepProgress, git_revision, say, versions
-from torch_ref.model import Head, Model, head, hidden_states, load_model, logits, source
+from torch_ref.model import Head, Model, head, hidden_states, load_model, logits, place_of
 
 LARGEST_GAP = 65504.0  # float16's largest; exp(-65504) is 0 all the same
 ROWS = ("tokens", "segment_ids", "positions")
@@ -113,36 +111,6 @@ def capture(
     return arrays | {"finite": finite.cpu().numpy()}
 
 
-def fingerprint(path: str) -> str:
-    """sha256 over the names and bytes of a folder's config.json and weight files, or of the GGUF
-    file; a hub id stands for itself, with the revision that was fetched."""
-    place = source(path)
-    folder = Path(place["pretrained_model_name_or_path"])
-    if "gguf_file" in place:
-        files = [folder / place["gguf_file"]]
-    elif folder.is_dir():
-        files = [folder / "config.json", *_weight_files(folder)]
-    else:
-        from huggingface_hub import snapshot_download  # transformers itself has fetched it
-
-        folder = Path(snapshot_download(path, local_files_only=True))
-        files = [folder / "config.json", *_weight_files(folder)]
-    digest = hashlib.sha256()
-    for file in sorted(set(files)):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{file.name} {content}\n".encode())
-    return digest.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in set(names)]
-    return [path for path in [folder / "model.safetensors"] if path.is_file()]
-
-
 def manifest_for(rows: Manifest, model: Model, config: Config) -> Manifest:
     """The manifest of a store with this teacher over these rows: what `jax_distill.teacher` would
     call it."""
@@ -152,7 +120,7 @@ def manifest_for(rows: Manifest, model: Model, config: Config) -> Manifest:
         top_k=config.cache.top_k,
         temperatures=tuple(config.cache.temperatures),
         vocab_size=min(rows.vocab_size, embedding.num_embeddings),
-        teacher_fingerprint=fingerprint(config.teacher.path),
+        teacher_fingerprint=teacher_fingerprint(place_of(config.teacher.path)),
         teacher_dtype=config.teacher.dtype,
         versions=versions(),
         git_revision=git_revision() or "",

@@ -7,7 +7,6 @@ stores. The same command resumes. What it cannot do as configured is refused by 
 """
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from jax_distill.cache import Store
+from jax_distill import report
+from jax_distill.cache import Store, teacher_fingerprint
 from jax_distill.config import (
     Config,
     Failure,
     Refusal,
     as_dict,
-    find_path,
     load,
     run_command,
     without_teacher,
@@ -41,10 +40,10 @@ from jax_distill.run import (
 from torch_ref.checkpoint import Checkpoints
 from torch_ref.evaluate import heldout_table, table_rows, validation_rows
 from torch_ref.losses import LossSums
-from torch_ref.model import Model, load_model, recompute_layers
+from torch_ref.model import Model, load_model, place_of, recompute_layers
 from torch_ref.optimizer import Optimizer, global_norm, learning_rate_schedule
 from torch_ref.step import add, batch_gradients, loss_sums, means
-from torch_ref.student import count_parameters, cut_student, export
+from torch_ref.student import count_parameters, export, prepare_student
 from torch_ref.teacher import default_device
 
 # Fields that this program reads, or that only the making of stores reads.
@@ -74,10 +73,10 @@ def refuse_unknown(config: Config) -> None:
     train = config.train
     if train.remat == "dots":
         raise Refusal("expected train.remat none or layer in torch_ref, got dots; set one of them")
-    if train.param_dtype == "bfloat16" and train.compute_dtype == "float32":
+    if train.param_dtype == "bfloat16":
         raise Refusal(
-            "expected train.compute_dtype bfloat16 for bfloat16 parameters in torch_ref, got "
-            "float32; set both alike"
+            "expected train.param_dtype float32 in torch_ref, which cannot round updates by "
+            "chance, got bfloat16; leave it, or use python -m jax_distill.train"
         )
 
 
@@ -113,7 +112,14 @@ def heldout_means(model: Model, store: Store, config: Config, vocab_size: int) -
 
 
 def fit(
-    config: Config, folder: Path, model: Model, stores: tuple[Store, Store], steps: int, what: str
+    config: Config,
+    folder: Path,
+    model: Model,
+    *,
+    stores: tuple[Store, Store],
+    steps: int,
+    vocab_size: int,
+    what: str,
 ) -> None:
     """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`.
 
@@ -122,7 +128,6 @@ def fit(
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
     train, wanted, (train_store, heldout_store) = config.train, config.optimizer, stores
-    vocab_size = student_vocabulary(model, config, train_store)
     schedule = learning_rate_schedule(
         wanted.schedule,
         learning_rate=wanted.learning_rate,
@@ -143,6 +148,11 @@ def fit(
         recompute_layers(model)
     checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
     first = checkpoints.latest_step() or 0
+    if first > steps:
+        raise Refusal(
+            f"expected train.steps of at least {first}, which are done, got {steps}; "
+            "set another --output_dir for a shorter run"
+        )
     if first:
         checkpoints.restore(first, parameters, optimizer)
         say(f"{what}: resumed at step {first} of {steps}")
@@ -181,22 +191,22 @@ def fit(
             del gradients
             values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
             at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
-            at_save = step == steps or bool(train.save_every and step % train.save_every == 0)
+            at_save = at_eval or bool(train.save_every and step % train.save_every == 0)
             if at_eval:
                 values |= heldout_means(model, heldout_store, config, vocab_size)
             if at_eval or step % train.log_every == 0 or step == 1:
                 metrics.log(step, values)
             stopping = stop.received  # read once: it may come between the save and the stop
             if at_save or stopping:
-                heldout_loss = values.get("heldout_loss")
-                checkpoints.save(step, parameters, optimizer, heldout_loss=heldout_loss)
+                heldout = values.get("heldout_kl", values.get("heldout_loss"))
+                checkpoints.save(step, parameters, optimizer, heldout=heldout)
             progress.update(step, values["loss"])
             if stopping and step < steps:
                 raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
     model.eval()
 
 
-def student_vocabulary(model: Model, config: Config, store: Store) -> int:
+def student_vocabulary(model: Model, folder: Path, store: Store) -> int:
     """Real columns of the student's head: its tokenizer's length, or the store's without one.
 
     Raises:
@@ -204,8 +214,7 @@ def student_vocabulary(model: Model, config: Config, store: Store) -> int:
     """
     embedding: Any = model.get_input_embeddings()
     columns, length = embedding.num_embeddings, store.manifest.vocab_size
-    folder = Path(find_path(config.student.path)) if config.student.path else None
-    if folder and (folder / "tokenizer.json").exists():
+    if (folder / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(folder)
         store.check_vocabulary(tokenizer.vocab)
         if store.manifest.vocabulary:
@@ -216,6 +225,32 @@ def student_vocabulary(model: Model, config: Config, store: Store) -> int:
             f"got {columns}; use a student with the teacher's tokenizer"
         )
     return min(length, columns)
+
+
+def live_teacher(config: Config, store: Store) -> str | None:
+    """`teacher.path`, for what needs the live teacher; None, and a line says so, where it is not
+    here: the store alone teaches.
+
+    Raises:
+        Refusal: the store was made with another teacher.
+    """
+    if not config.teacher.path:
+        return None
+    try:
+        place = place_of(config.teacher.path)
+    except Refusal as refusal:
+        say(
+            "the store alone teaches, without held-out table, which needs the live teacher: "
+            f"{refusal}"
+        )
+        return None
+    found, stored = teacher_fingerprint(place), store.manifest.teacher_fingerprint
+    if store.manifest.top_k and found != stored:
+        raise Refusal(
+            f"expected the teacher that the store at {store.path} was made with (fingerprint "
+            f"{stored}), got {found} at {place}; give another cache.path, or that teacher"
+        )
+    return config.teacher.path
 
 
 def open_stores(config: Config) -> tuple[Store, Store]:
@@ -235,13 +270,9 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     """The whole job in order."""
     stores = open_stores(config)
     train_store, heldout_store = stores
-    start = config.student.path
-    if config.student.from_teacher is not None:
-        wanted = config.student.from_teacher
-        start = str(cut_student(config.teacher.path, run.path / "student", wanted))
-        config = dataclasses.replace(
-            config, student=dataclasses.replace(config.student, path=start)
-        )
+    run.use_store(train_store.manifest.fingerprint)
+    teacher_path = live_teacher(config, train_store)
+    start, folder = prepare_student(config, run.path, teacher_path)
     steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
 
     def student() -> Model:
@@ -251,15 +282,17 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         return model
 
     model = student()
-    fit(config, run.path, model, stores, steps, "student")
+    vocab_size = student_vocabulary(model, folder, train_store)
+    knobs: dict[str, Any] = {"stores": stores, "steps": steps, "vocab_size": vocab_size}
+    fit(config, run.path, model, what="student", **knobs)
     models = {"student_before": student(), "student": model}
     if config.train.ce_baseline:
         baseline = models["ce_baseline"] = student()
-        folder = run.path / "ce_baseline"
-        fit(without_teacher(config), folder, baseline, stores, steps, "CE-only student")
+        place = run.path / "ce_baseline"
+        fit(without_teacher(config), place, baseline, what="CE-only student", **knobs)
     table: dict[str, dict[str, float]] = {}
-    if config.teacher.path:
-        teacher = load_model(config.teacher.path, dtype=config.teacher.dtype, device=device)
+    if teacher_path:
+        teacher = load_model(teacher_path, dtype=config.teacher.dtype, device=device)
         table = heldout_table(
             {"teacher": teacher, **models},
             heldout_store,
@@ -272,15 +305,15 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
             say(f"held-out text, {name}: {shown}")
     records = read_metrics(run.path / "metrics.jsonl")
     last: dict[str, Any] = next((r for r in reversed(records) if "heldout_loss" in r), {})
-    export(model, start, run.path / "export")
+    export(model, folder, run.path / "export")
     summary = {
         "heldout": table,
         "validation": {k: v for k, v in last.items() if k.startswith("heldout_")},
         "student_parameters": count_parameters(model),
-        "teacher_parameters": count_parameters(teacher) if config.teacher.path else None,
+        "teacher_parameters": count_parameters(teacher) if teacher_path else None,
         "steps": steps,
         "tokens_trained": steps * config.train.batch_size * train_store.manifest.sequence_length,
-        "seconds": time.time() - run.started,
+        "seconds": run.seconds,
         "cache": {
             "path": train_store.path,
             "tokens": train_store.tokens,
@@ -288,7 +321,8 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         },
     }
     write_json(run.path / "summary.json", summary)
-    say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json")
+    report.write_report(run.path, summary)
+    say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json, report.html")
 
 
 def main(argv: Sequence[str]) -> None:

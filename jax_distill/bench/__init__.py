@@ -1,1 +1,1 @@
-"""Measurements: `python -m jax_distill.bench head | peers | gpu_check`, each with --help."""
+"""Measurements: `python -m jax_distill.bench head | peers | gpu_check | step`, each with --help."""

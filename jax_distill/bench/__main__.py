@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 
-from jax_distill.bench import gpu_check, head, peers
+from jax_distill.bench import gpu_check, head, peers, step
 from jax_distill.config import Refusal, run_command
 
-BENCHMARKS = {"head": head.main, "peers": peers.main, "gpu_check": gpu_check.main}
+BENCHMARKS = {
+    "head": head.main,
+    "peers": peers.main,
+    "gpu_check": gpu_check.main,
+    "step": step.main,
+}
 
 
 def main(argv: Sequence[str]) -> int:

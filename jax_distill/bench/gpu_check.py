@@ -2,13 +2,15 @@
 
 Correctness: every implementation against float64 (numpy, from the formula) in fp32 at full matmul
 precision and in bf16. Then `bench head` over 8K, 32K and 256K tokens and C of 1024, 2048 and 4096,
-what fits. On one H200 this is to end within four minutes; `--toy` is the same at a CPU's size.
-`.ci/gpu_check.sh` runs it and, after it, torch_ref's rows in a process of their own.
+what fits, planned beside measured peak. Rows are written as they come, and after `--seconds` none
+is begun; `--toy` is the same at a CPU's size. `.ci/gpu_check.sh` runs it and, after it, torch_ref's
+rows in a process of their own.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ import numpy as np
 
 from jax_distill import losses
 from jax_distill.bench import head, peers
-from jax_distill.config import Failure
+from jax_distill.config import Failure, run_command
+from jax_distill.devices import NO_AUTOTUNING
 
 LIMITS = {"float32": 2e-5, "bfloat16": 4e-3}
 """Relative error of value and gradients: fp32 sums of 16k terms; bf16 dlogits and results."""
@@ -33,7 +36,6 @@ REAL_CASES = head.Case("", 0, 4096, 131072, 100, 0, "bfloat16")
 def errors_of(implementation: str, dtype: str, inputs: dict[str, np.ndarray]) -> dict[str, float]:
     """Relative errors of loss, d_hidden and d_lm_head against float64 of the same inputs."""
     answer = peers.float64_answer(inputs, "bucket")
-    loss = losses.IMPLEMENTATIONS[implementation]
     names = ("labels", "teacher_indices", "teacher_logprobs", "teacher_log_tail")
     labels, *teacher = [jnp.asarray(inputs[name])[None] for name in names]
     targets = [labels, jnp.ones(labels.shape, bool), *teacher]
@@ -41,10 +43,18 @@ def errors_of(implementation: str, dtype: str, inputs: dict[str, np.ndarray]) ->
     chunk_size = int(inputs["chunk_size"])
 
     def total(hidden, lm_head):
+        loss = losses.IMPLEMENTATIONS[implementation]
         return loss(hidden, lm_head, *targets, chunk_size=chunk_size).loss
 
+    def core(hidden, lm_head):
+        (loss, _), *gradients = losses.kl_and_grads(
+            hidden, lm_head, *targets, chunk_size=chunk_size
+        )
+        return loss, gradients
+
+    function = core if implementation == "kl_and_grads" else jax.value_and_grad(total, (0, 1))
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(
+        value, gradients = jax.jit(function, compiler_options=NO_AUTOTUNING)(
             jnp.asarray(inputs["hidden"], dtype)[None], jnp.asarray(inputs["lm_head"], dtype)
         )
     errors = {"value": abs(float(value) / float(answer["loss"]) - 1.0)}
@@ -54,23 +64,18 @@ def errors_of(implementation: str, dtype: str, inputs: dict[str, np.ndarray]) ->
     return errors
 
 
-def correctness(size: dict[str, int]) -> list[dict[str, Any]]:
+def correctness(size: dict[str, int], on_row: Callable[[dict[str, Any]], None]) -> None:
     """Rows of errors; inputs are rounded to the dtype first, so that float64 sees the same."""
     exact = peers.make_inputs(argparse.Namespace(**size, chunk_size=size["tokens"] // 8))
-    rows = []
-    for dtype in LIMITS:
+    for dtype, limit in LIMITS.items():
         narrow = {
             name: np.asarray(jnp.asarray(exact[name], dtype), np.float32)
             for name in ("hidden", "lm_head")
         }
-        for implementation in losses.IMPLEMENTATIONS:
+        for implementation in head.PRODUCTS:
             errors = errors_of(implementation, dtype, exact | narrow)
-            right = max(errors.values()) < LIMITS[dtype]
-            rows.append(
-                {"implementation": implementation, "dtype": dtype, **errors, "right": right}
-            )
-            print(f"{implementation} {dtype}: {'right' if right else 'WRONG'} {errors}", flush=True)
-    return rows
+            named = {"implementation": implementation, "dtype": dtype}
+            on_row({**named, **errors, "right": max(errors.values()) < limit})
 
 
 def cases_of(toy: bool) -> list[head.Case]:
@@ -91,15 +96,28 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
     parser.add_argument("--toy", action="store_true", help="a CPU's size")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=210.0, help="begin no case after these")
     parser.add_argument("--json", type=Path, help="write all rows here")
     options = parser.parse_args(argv)
-    checks = correctness(TOY if options.toy else REAL)
-    rows = head.measure(cases_of(options.toy), options.repeats, partial(print, flush=True))
+    start = time.perf_counter()
+    written: dict[str, Any] = {"jax": jax.__version__, "correctness": [], "head": []}
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        written[kind].append(row)
+        if options.json:
+            options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+    correctness(TOY if options.toy else REAL, partial(keep, "correctness"))
+    left = options.seconds - (time.perf_counter() - start)
+    cases = cases_of(options.toy)
+    rows = head.measure(cases, options.repeats, partial(keep, "head"), seconds=left)
     head.print_table(rows)
-    if options.json:
-        written = {"correctness": checks, "head": rows}
-        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    wrong = [row for row in checks if not row["right"]]
+    wrong = [row for row in written["correctness"] if not row["right"]]
     if wrong:
         raise Failure(f"expected errors below {LIMITS}, got {wrong[0]}")
     return 0
+
+
+if __name__ == "__main__":  # bench's own command line wants more than a GPU's image may have
+    run_command(main)

@@ -31,6 +31,7 @@ itself), which a larger C pays for.
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,13 +40,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 from jax_distill import devices, losses
+from jax_distill.bench import process
+from jax_distill.bench.head_plot import draw
 from jax_distill.config import Refusal
 
 PRODUCTS = {
@@ -65,6 +67,9 @@ PAPER_GIB = {
 }
 """arXiv 2608.03796, D = 4096, V = 131072, measured on one H200."""
 PAPER_SHAPE = (4096, 131072)
+
+SPARE = 0.03
+"""Of a planned card's memory, left for what no plan sees: the context, cuBLAS, the allocator."""
 
 CPU_OPERATIONS = 2e13
 """More than this on a CPU is minutes to hours: refused."""
@@ -99,6 +104,13 @@ class Case(NamedTuple):
         targets = self.tokens * (self.top_k * 8 + 13)
         return rows + self.vocab * self.hidden * (width + 4) + targets
 
+    @property
+    def expected(self) -> int:
+        """About the bytes it will need, to run the leanest first: the floor and its logits."""
+        chunk = 6 * min(self.chunk_size, self.tokens)
+        held = {"dense": 8 * self.tokens, "forward_chunked": 4 * self.tokens + chunk}
+        return self.floor + self.vocab * held.get(self.implementation, chunk)
+
 
 def function_of(case: Case) -> Any:
     """The jitted function of a row: inputs → loss and both gradients."""
@@ -130,21 +142,25 @@ def shapes_of(case: Case, sharding: Any = None) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, kind, sharding=sharding) for shape, kind in layout]
 
 
-def inputs_of(case: Case, seed: int = 0) -> list[jax.Array]:
-    """Random inputs: |logit| of a few, K unique ids a row, 90 % of the mass on the K."""
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def normal_rows(key: jax.Array, rows: int, width: int, dtype: str) -> jax.Array:
+    """[rows,width], made block by block: making it must not be what the peak is of."""
+    shape = (math.gcd(rows, 1024), width)
+    keys = jax.random.split(key, rows // shape[0])
+    blocks = jax.lax.map(lambda key: jax.random.normal(key, shape, jnp.dtype(dtype)), keys)
+    return blocks.reshape(rows, width)
+
+
+def inputs_of(case: Case, seed: int = 0) -> tuple[Callable[[], jax.Array], list[jax.Array]]:
+    """What makes hidden, and the other inputs: |logit| of a few, K unique ids a row, 90 % of the
+    mass on the K."""
     rows, k = (1, case.tokens), case.top_k
     keys = jax.random.split(jax.random.key(seed), 4)
-    dtype = jnp.dtype(case.dtype)
-    hidden = jax.random.normal(keys[0], (*rows, case.hidden), dtype)
-    lm_head = jax.random.normal(keys[1], (case.vocab, case.hidden), dtype)
-    lm_head = lm_head * jnp.asarray(2.0 / case.hidden**0.5, dtype)
     stride = jnp.arange(k, dtype=jnp.int32) * (case.vocab // k)
     first = jax.random.randint(keys[2], (*rows, 1), 0, case.vocab)
     indices = (first + stride[None, None, :]) % case.vocab
     logprobs = jax.nn.log_softmax(2.0 * jax.random.normal(keys[3], (*rows, k))) + jnp.log(0.9)
-    return [
-        hidden,
-        lm_head,
+    targets = [
         indices[..., 0],
         jnp.ones(rows, bool),
         indices,
@@ -152,6 +168,13 @@ def inputs_of(case: Case, seed: int = 0) -> list[jax.Array]:
         jnp.full(rows, jnp.log(0.1), jnp.float32),
         jnp.full(rows, k, jnp.int32),
     ]
+    lm_head = normal_rows(keys[1], case.vocab, case.hidden, case.dtype)
+    scale = jax.jit(lambda x: x * jnp.asarray(2.0 / case.hidden**0.5, x.dtype), donate_argnums=0)
+
+    def hidden() -> jax.Array:
+        return normal_rows(keys[0], case.tokens, case.hidden, case.dtype)[None]
+
+    return hidden, [scale(lm_head), *targets]
 
 
 def row_of(case: Case, device: str, memory: devices.Memory) -> dict[str, Any]:
@@ -178,17 +201,19 @@ def plan(cases: Sequence[Case], gpu: devices.Gpu, on_row: Callable) -> list[dict
     for case in cases:
         compiled = devices.compile_for_gpu(function_of(case), *shapes_of(case, here))
         row = row_of(case, f"{gpu.name}, planned", devices.memory_of(compiled))
-        row["fits"] = row["peak_gib"] * devices.GIB < gpu.memory_bytes
+        row["fits"] = row["peak_gib"] * devices.GIB < gpu.memory_bytes * (1 - SPARE)
         rows.append(row)
         on_row(row)
     return rows
 
 
-def measure(cases: Sequence[Case], repeats: int, on_row: Callable) -> list[dict[str, Any]]:
+def measure(
+    cases: Sequence[Case], repeats: int, on_row: Callable, *, seconds: float = math.inf
+) -> list[dict[str, Any]]:
     """Each case compiled and run on the device that is here, the leanest first.
 
-    A device remembers only its highest peak; in this order each new one belongs to the case just
-    run. What the device has no room for is compiled and not run.
+    A GPU remembers only its highest peak; in this order each new one belongs to the case just run.
+    What it has no room for is compiled and not run. After `seconds` no further case is begun.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu":
@@ -199,13 +224,16 @@ def measure(cases: Sequence[Case], repeats: int, on_row: Callable) -> list[dict[
                 f"{slow.operations:.0e} ({slow.implementation}, {slow.tokens} tokens); lower "
                 "--tokens, --hidden or --vocab, or use --plan h200"
             )
-    compiled = [(case, function_of(case).lower(*shapes_of(case)).compile()) for case in cases]
-    plans = [(case, program, devices.memory_of(program)) for case, program in compiled]
-    rows = []
-    for case, program, memory in sorted(plans, key=lambda plan: plan[2].peak):
-        row = row_of(case, device.device_kind, memory)
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    for case in sorted(cases, key=lambda case: case.expected):
+        if time.perf_counter() - start > seconds:
+            print(f"time is up: {len(cases) - len(rows)} of {len(cases)} cases not begun")
+            break
+        program = function_of(case).lower(*shapes_of(case)).compile()
+        row = row_of(case, device.device_kind, devices.memory_of(program))
         limit = (device.memory_stats() or {}).get("bytes_limit")
-        row["fits"] = limit is None or memory.peak < limit
+        row["fits"] = limit is None or row["peak_gib"] * devices.GIB < limit
         if row["fits"]:
             row["seconds"], row["measured_gib"] = run(case, program, device, repeats)
             row["tflops"] = case.operations / row["seconds"] / 1e12
@@ -215,19 +243,31 @@ def measure(cases: Sequence[Case], repeats: int, on_row: Callable) -> list[dict[
 
 
 def run(case: Case, program: Any, device: Any, repeats: int) -> tuple[float, float | None]:
-    """Median seconds of a run, and the new peak in GiB of a device that tells it."""
-    before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    hidden, *rest = jax.block_until_ready(inputs_of(case))
-    seconds = []
-    for _ in range(repeats + 1):
-        given = hidden + jnp.zeros((), hidden.dtype)  # kl_and_grads takes its hidden away
-        jax.block_until_ready(given)
+    """Median seconds of a run, and its peak in GiB where the device tells it, inputs included.
+
+    A GPU tells a new highest peak only; on a CPU it is what the process took beside what it held.
+    """
+    resident = device.platform == "cpu" and process.tells_memory()
+    highest = peak_in_use(device)
+    hidden, rest = inputs_of(case)
+    seconds, held = [], 0
+    for turn in range(repeats + 1):
+        if turn == 1 and resident:  # what the first run compiled and loaded is not the loss's
+            process.forget_peak()
+            held = process.resident_bytes() - sum(x.nbytes for x in rest)
+        given = jax.block_until_ready(hidden())  # kl_and_grads takes its hidden away
         start = time.perf_counter()
         jax.block_until_ready(program(given, *rest))
         seconds.append(time.perf_counter() - start)
         del given
-    after = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    return float(np.median(seconds[1:])), after / devices.GIB if after > before else None
+    peak = process.peak_bytes() - held if resident else peak_in_use(device)
+    told = resident or peak > highest
+    return float(np.median(seconds[1:])), peak / devices.GIB if told else None
+
+
+def peak_in_use(device: Any) -> int:
+    """Bytes, the most since the process began; 0 where a device does not tell."""
+    return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 COLUMNS = (
@@ -266,31 +306,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             ],
         )
     Console(width=120).print(table)
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Peak memory against tokens, one line an implementation and chunk size."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    lines = sorted({(row["implementation"], row["chunk_size"]) for row in rows})
-    for implementation, chunk_size in lines:
-        points = sorted(
-            (row["tokens"], row["peak_gib"])
-            for row in rows
-            if (row["implementation"], row["chunk_size"]) == (implementation, chunk_size)
-        )
-        axes.plot(*zip(*points, strict=True), marker="o", label=f"{implementation}, C={chunk_size}")
-    paper = [(t, gib) for (_, t), gib in PAPER_GIB.items()]
-    if any(row["paper_gib"] is not None for row in rows):
-        axes.scatter(*zip(*paper, strict=True), marker="x", color="black", label="the paper")
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="peak GiB")
-    axes.set_title(rows[0]["device"])
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
 
 
 def numbers(text: str) -> list[int]:
@@ -350,5 +365,6 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        draw(rows, options.plot)
+        limit = devices.find_gpu(options.plan).memory_bytes / devices.GIB if options.plan else None
+        draw(rows, PAPER_GIB, options.plot, limit_gib=limit)
     return 0

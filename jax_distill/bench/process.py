@@ -22,6 +22,11 @@ class Outcome(NamedTuple):
     d_lm_head: np.ndarray
 
 
+def tells_memory() -> bool:
+    """Linux tells a process what it holds and held; the three below need it."""
+    return Path("/proc/self/clear_refs").is_file()
+
+
 def resident_bytes() -> int:
     """What the process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -29,11 +34,10 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most it has held since `forget_peak` (since its start where the kernel cannot forget)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most it has held since `forget_peak`."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def forget_peak() -> None:

@@ -34,6 +34,7 @@ arrays: its rows serve training with the cross-entropy alone.
 """
 
 from jax_distill.cache.arrays import commit_key, read_manifest, shard_file
+from jax_distill.cache.fingerprint import teacher_fingerprint
 from jax_distill.cache.manifest import Manifest, refuse_other_store
 from jax_distill.cache.reader import Store, vocabulary_conflict
 from jax_distill.cache.writer import Writer, create
@@ -47,5 +48,6 @@ __all__ = [
     "read_manifest",
     "refuse_other_store",
     "shard_file",
+    "teacher_fingerprint",
     "vocabulary_conflict",
 ]

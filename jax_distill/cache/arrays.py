@@ -1,14 +1,17 @@
 """Where a store's bytes lie: folder, arrays, shard files, commits."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
 from jax_distill.cache.manifest import Manifest
-from jax_distill.config import Refusal
+from jax_distill.config import Failure, Refusal
 
+COMMIT_FIELDS = frozenset("shard first_row last_row tokens targets largest_token files".split())
 INNER_CHUNK = 2048  # positions of one row that are compressed together
 
 
@@ -26,9 +29,30 @@ def open_folder(path: str) -> ts.KvStore:
 
 
 def read_manifest(path: str) -> Manifest | None:
-    """The manifest of the store at `path`; None where no store is."""
+    """The manifest of the store at `path`; None where no store is.
+
+    Raises:
+        Refusal: a store of another format.
+        Failure: a manifest that is damaged.
+    """
     text = read_key(open_folder(path), "manifest.json")
-    return None if text is None else Manifest.from_json(text)
+    if text is None:
+        return None
+    with damage(path, "manifest.json", "delete the store, which no other file can describe,"):
+        return Manifest.from_json(text)
+
+
+@contextlib.contextmanager
+def damage(path: str, key: str, cure: str) -> Iterator[None]:
+    """What a file of JSON that is cut short or another's raises, as a Failure that names it."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Failure(
+            f"expected a whole {key} in the store at {path}, got one that does not read "
+            f"({type(error).__name__}: {reason}); {cure} and run the command that wrote it again"
+        ) from error
 
 
 def read_key(folder: ts.KvStore, key: str) -> bytes | None:
@@ -81,20 +105,31 @@ def shard_file(manifest: Manifest, name: str, shard: int) -> str:
     return "/".join([name, "c", str(shard), *["0"] * len(manifest.array_shapes()[name][1])])
 
 
-def row_count(folder: ts.KvStore) -> int | None:
-    """N, from the array of tokens; None before it is there."""
-    text = read_key(folder, "tokens/zarr.json")
-    return None if text is None else json.loads(text)["shape"][0]
+def row_count(path: str) -> int | None:
+    """N, from the array of tokens; None before it is there. Raises Failure where it is damaged."""
+    text = read_key(open_folder(path), "tokens/zarr.json")
+    if text is None:
+        return None
+    with damage(path, "tokens/zarr.json", "delete the store"):
+        return int(json.loads(text)["shape"][0])
 
 
 def commit_key(shard: int) -> str:
     return f"commits/{shard:06d}.json"
 
 
-def read_commits(folder: ts.KvStore) -> dict[int, dict[str, Any]]:
+def read_commits(path: str) -> dict[int, dict[str, Any]]:
+    """Shard → its commit. Raises Failure naming a commit that is damaged."""
+    folder = open_folder(path)
     keys = sorted(
         key.decode() for key in folder.list(ts.KvStore.KeyRange("commits/", "commits0")).result()
     )
-    texts = [folder.read(key) for key in keys if key.endswith(".json")]
-    commits = [json.loads(text.result().value) for text in texts]
-    return {commit["shard"]: commit for commit in commits}
+    texts = {key: folder.read(key) for key in keys if key.endswith(".json")}
+    commits = {}
+    for key, text in texts.items():
+        with damage(path, key, "delete that file"):
+            commit = json.loads(text.result().value)
+            if key != commit_key(commit["shard"]) or not COMMIT_FIELDS <= commit.keys():
+                raise ValueError(f"expected {', '.join(sorted(COMMIT_FIELDS))} of that shard")
+            commits[commit["shard"]] = commit
+    return commits

@@ -9,7 +9,6 @@ import tensorstore as ts
 from jax_distill.cache.arrays import (
     commit_key,
     open_array,
-    open_folder,
     read_commits,
     read_manifest,
     row_count,
@@ -111,9 +110,8 @@ class Store:
                 f"expected a store at {path}, got no manifest.json there; write one with "
                 "python -m jax_distill.teacher --config X.yaml"
             )
-        folder = open_folder(path)
         try:
-            return cls(path, manifest, row_count(folder) or 0, read_commits(folder))
+            return cls(path, manifest, row_count(path) or 0, read_commits(path))
         except ValueError as error:
             raise Failure(
                 f"expected a whole store at {path}, got one that does not open: "

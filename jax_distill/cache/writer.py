@@ -23,7 +23,7 @@ from jax_distill.cache.arrays import (
     shard_file,
 )
 from jax_distill.cache.manifest import Manifest, refuse_other_store
-from jax_distill.config import Failure, Refusal
+from jax_distill.config import DISK_FULL, Failure, Refusal, check_writable
 
 LARGEST_TOP_K = 65535  # teacher_count is uint16
 
@@ -35,9 +35,12 @@ def _disk_failures(path: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
+        full = any(f"os_error_code='{code}'" in reason for code in DISK_FULL)
+        full = full or (isinstance(error, OSError) and error.errno in DISK_FULL)
+        cure = "make room" if full else "see to that"
         raise Failure(
             f"expected to write the store at {path}, got: {reason}; what is committed stays good: "
-            "make room and run the same command again"
+            f"{cure} and run the same command again"
         ) from error
 
 
@@ -81,7 +84,7 @@ class Writer:
             name: open_array(path, name, manifest, rows=rows, create=True)
             for name in manifest.array_shapes()
         }
-        self._committed = set(read_commits(self._folder))
+        self._committed = set(read_commits(path))
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
@@ -166,9 +169,10 @@ def create(path: str, manifest: Manifest, rows: int) -> Writer:
     """Start a store of `rows` rows at `path`, or go on with the one that an earlier run left there.
 
     Raises:
-        Refusal: another process writes it; K or the temperatures make no sense; the store that is
-            there has another manifest (the first field that differs is named) or row count.
-        Failure: the disk is full or read-only.
+        Refusal: not a folder that can be written; another process writes it; K or the temperatures
+            make no sense; the store that is there has another manifest (the first field that
+            differs is named) or row count.
+        Failure: the disk is full, or turns read-only; what is there is damaged.
     """
     if not 0 <= manifest.top_k <= min(manifest.vocab_size, LARGEST_TOP_K):
         limit = min(manifest.vocab_size, LARGEST_TOP_K)
@@ -185,6 +189,7 @@ def create(path: str, manifest: Manifest, rows: int) -> Writer:
         raise Refusal(
             f"expected rows to store, got {rows} in shards of {manifest.shard_rows}; add data"
         )
+    check_writable(path, "cache.path")
     folder = open_folder(path)
     with _disk_failures(path):
         lock = _Lock(path)
@@ -203,7 +208,7 @@ def _claim(folder: ts.KvStore, path: str, manifest: Manifest, rows: int) -> None
         folder.write("manifest.json", manifest.to_json()).result()
     else:
         refuse_other_store(path, stored_manifest, manifest)
-    stored = row_count(folder)
+    stored = row_count(path)
     if stored is not None and stored != rows:
         raise Refusal(
             f"expected {stored} rows as in the store at {path}, got {rows}; give another "

@@ -56,6 +56,15 @@ def test_a_k_above_the_vocabulary_or_the_format_is_refused(tmp_path, top_k):
         create(str(tmp_path), manifest, 1)
 
 
+@pytest.mark.parametrize("below", ["", "/train"])
+def test_a_place_that_is_no_folder_is_refused_before_anything_is_written(tmp_path, below):
+    store, _, _ = small(tmp_path / "a")
+    (tmp_path / "file").write_text("t")
+    with pytest.raises(Refusal, match="expected cache.path to be a folder .*Not a directory"):
+        create(f"{tmp_path}/file{below}", store.manifest, 10)
+    assert (tmp_path / "file").read_text() == "t"
+
+
 CHANGES = {
     "teacher_fingerprint": ("u", "teacher_fingerprint: stored 't', wanted 'u'"),
     "tokenizer_fingerprint": ("v", "tokenizer_fingerprint"),
@@ -137,6 +146,31 @@ def test_a_damaged_shard_is_named_by_a_read(tmp_path, damage, name):
     store.read([0, 1, 2, 3, 8, 9])
     with pytest.raises(Failure, match=re.escape(file)):
         store.read(range(10))
+
+
+def cut_short(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+@pytest.mark.parametrize("change", [cut_short, lambda _: "{}", lambda _: "[]", lambda _: ""])
+@pytest.mark.parametrize("name", ["manifest.json", "commits/000001.json", "tokens/zarr.json"])
+def test_a_damaged_description_is_named_and_the_cure_mends_it(tmp_path, name, change):
+    """Not as a full disk, and never as a traceback."""
+    store, _, _ = small(tmp_path)
+    before = folder_bytes(tmp_path)
+    file = tmp_path / name
+    file.write_text(change(file.read_text()))
+    kind = Refusal if name == "manifest.json" and change("x") == "{}" else Failure  # its version
+    for touch in (Store.open, lambda path: create(path, store.manifest, 10)):
+        with pytest.raises(kind) as told:
+            touch(str(tmp_path))
+        assert "make room" not in str(told.value) and "\n" not in str(told.value)
+        if kind is Failure:
+            assert re.search(f"got.*{name}|whole {name}", str(told.value))
+    if "delete that file" in str(told.value):
+        file.unlink()
+        small(tmp_path)
+        assert folder_bytes(tmp_path) == before
 
 
 def test_wrong_arrays_are_not_written(tmp_path):

@@ -190,7 +190,7 @@ def _hold_out(keyed: list[_Keyed], fraction: float) -> tuple[list[_Keyed], list[
         if len({item.digest for item in by_hash}) < 2:
             raise Refusal(
                 f"expected at least 2 different documents to hold one out, got {len(keyed)}; "
-                f"give more documents, or set data.heldout_fraction: 0"
+                f"give more documents, or raise data.heldout_fraction"
             )
         count = min(max(count, _run(by_hash)), len(by_hash) - _run(by_hash[::-1]))
     return by_hash[count:], by_hash[:count]

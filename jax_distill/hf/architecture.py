@@ -1,6 +1,7 @@
 """config.json → ModelConfig. What the decoder cannot do is refused by name, never dropped."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,13 @@ def _llama(raw: Mapping[str, Any]) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(_value(raw, "rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
         max_position_embeddings=context,
-        tie_word_embeddings=bool(_value(raw, "tie_word_embeddings", False)),
-        attention_bias=bool(_value(raw, "attention_bias", False)),
-        mlp_bias=bool(_value(raw, "mlp_bias", False)),
-        initializer_range=float(_value(raw, "initializer_range", 0.02)),
-        rope=_rope(raw, context),
+        tie_word_embeddings=_switch(raw, "tie_word_embeddings"),
+        attention_bias=_switch(raw, "attention_bias"),
+        mlp_bias=_switch(raw, "mlp_bias"),
+        initializer_range=_number(raw, "initializer_range", 0.02),
+        rope=_rope(raw, context, head_dim),
     )
 
 
@@ -121,7 +122,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], ModelConfig]]]
 }
 
 
-def _rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
+def _rope(raw: Mapping[str, Any], context: int, head_dim: int) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), `rope_theta` + `rope_scaling` (before).
     A file may carry both if they agree."""
     rope = _rope_dictionary(raw)
@@ -146,6 +147,7 @@ def _rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
     for key in REQUIRED_ROPE_KEYS.get(kind, ()):
         if key not in rope:
             raise Refusal(f"expected {key!r} for rope_type {kind}, got none; do add it")
+    _check_rope(kind, {"rope_theta": theta, **rope}, head_dim)
     if kind == "yarn":
         rope.setdefault("factor", context / rope["original_max_position_embeddings"])
         scale = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
@@ -153,18 +155,44 @@ def _rope(raw: Mapping[str, Any], context: int) -> RopeConfig:
     return RopeConfig(rope_type=kind, rope_theta=theta, **rope)
 
 
+def _check_rope(kind: str, rope: Mapping[str, Any], head_dim: int) -> None:
+    """Refuse numbers that the formulas divide by, or take the logarithm of, where they must not."""
+    for key, value in rope.items():
+        if key == "truncate" or (key.startswith("mscale") and value == 0):  # 0: no mscale
+            continue
+        least = 1 if key == "rope_theta" else 0  # pairs turn more slowly, the further back
+        if not isinstance(value, int | float) or not least < value < math.inf:
+            raise Refusal(
+                f"expected the rope's {key!r} above {least}, got {value!r}; do correct config.json"
+            )
+    low, high = rope.get("low_freq_factor", 0), rope.get("high_freq_factor", 1)
+    if kind == "llama3" and not low < high:
+        raise Refusal(
+            f"expected low_freq_factor below high_freq_factor, got {low} and {high}; "
+            "do correct config.json"
+        )
+    if kind == "dynamic" and head_dim == 2:
+        raise Refusal("expected a head_dim above 2 for rope_type dynamic, got 2; do use another")
+
+
 def _rope_dictionary(raw: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     top = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     for source in (raw.get("rope_scaling"), raw.get("rope_parameters"), top):
+        if source and not isinstance(source, dict):
+            raise Refusal(f"expected the rope as an object, got {source!r}; do correct config.json")
         for key, value in (source or {}).items():
             key = "rope_type" if key == "type" else key
             if isinstance(value, dict):
                 raise Refusal(f"expected one rope for all layers, got one for {key!r}")
             if value is None:
                 continue
-            if not isinstance(value, str if key == "rope_type" else int | float):
-                raise Refusal(f"expected a number for the rope's {key!r}, got {value!r}")
+            fits = isinstance(value, str if key == "rope_type" else int | float)
+            if not fits or (isinstance(value, bool) and key != "truncate"):
+                raise Refusal(
+                    f"expected {'text' if key == 'rope_type' else 'a number'} for the rope's "
+                    f"{key!r}, got {value!r}; do correct config.json"
+                )
             if merged.setdefault(key, value) != value:
                 raise Refusal(
                     f"expected one value of {key!r}, got {merged[key]!r} and {value!r} in "
@@ -194,8 +222,27 @@ def _value(raw: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if value is None else value
 
 
+def _number(raw: Mapping[str, Any], key: str, default: float) -> float:
+    value = _value(raw, key, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise Refusal(
+            f"expected a number above 0 for {key!r}, got {value!r}; do correct config.json"
+        )
+    return float(value)
+
+
+def _switch(raw: Mapping[str, Any], key: str) -> bool:
+    value = _value(raw, key, False)
+    if not isinstance(value, bool):
+        raise Refusal(f"expected true or false for {key!r}, got {value!r}; do correct config.json")
+    return value
+
+
 def _whole(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise Refusal(f"expected a positive whole number for {key!r}, got {value!r} in config.json")
+        raise Refusal(
+            f"expected a positive whole number for {key!r}, got {value!r}; do correct config.json"
+        )
     return value

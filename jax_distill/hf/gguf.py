@@ -7,7 +7,6 @@ carried over is refused by name.
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,9 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from jax_distill.config import Refusal
+from jax_distill.config import Refusal, cache_folder
+from jax_distill.data.gguf import (
+    gguf_metadata,
+    open_gguf,
+    required,
+    special_ids,
+    write_json_text,
+    write_tokenizer,
+)
 from jax_distill.hf.architecture import model_config
-from jax_distill.hf.gguf_tokenizer import required, write_tokenizer
 from jax_distill.hf.tensor_files import write_tensors
 from jax_distill.hf.weights import weight_table
 
@@ -74,35 +80,14 @@ def converted_folder(path: str | Path) -> Path:
     return place
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/jax_distill`, by default `~/.cache/jax_distill`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_distill"
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _reader(path: Path) -> Any:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise Refusal(
-            f"expected the gguf package to read {path.name}, got none; "
-            "do pip install 'jax-distill[gguf]'"
-        ) from error
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise Refusal(f"expected a GGUF file {path}, got {error}; do fetch it again") from error
-
-
 def _convert(path: Path, folder: Path) -> None:
-    reader = _reader(path)
-    metadata = {
-        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
-    }
+    reader = open_gguf(path)
+    metadata = gguf_metadata(reader)
     tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
     raw = _config(metadata, tied="lm_head.weight" not in tensors, source=path)
     config = model_config(raw)
@@ -124,10 +109,8 @@ def _convert(path: Path, folder: Path) -> None:
 
     shapes = {key: slot.shape for key, slot in table.items()}
     write_tensors(folder, shapes, tensor, itemsize=4, max_shard_bytes=5 * 10**9)
-    write_tokenizer(folder, metadata, context=config.max_position_embeddings)
-    ids = {key: raw[key] for key in raw if key.endswith("_token_id")}
-    _write_json(folder / "generation_config.json", ids)
-    _write_json(folder / "config.json", raw)
+    write_tokenizer(folder, metadata)
+    write_json_text(folder / "config.json", raw)
 
 
 def _hf_name(name: str) -> str:
@@ -185,10 +168,7 @@ def _config(metadata: dict[str, Any], *, tied: bool, source: Path) -> dict[str, 
         "mlp_bias": False,
         "dtype": "float32",
     }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if f"tokenizer.ggml.{key}_token_id" in metadata:
-            raw[f"{name}_token_id"] = metadata[f"tokenizer.ggml.{key}_token_id"]
-    return raw
+    return raw | special_ids(metadata)
 
 
 def _shortest(value: float) -> float:
@@ -215,7 +195,3 @@ def _unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
     HF turns (i, i+Q/2): rows [H, Q/2, 2, D] become [H, 2, Q/2, D]."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from jax_distill.config import Refusal
 from jax_distill.hf.architecture import model_config, read_config
@@ -70,6 +70,7 @@ def load_model(
     shardings: Callable[[nnx.Param], Sharding] | nnx.State | None = None,
     seed: int | None = None,
     attention: Implementation | None = None,
+    rows: NamedSharding | None = None,
 ) -> Decoder:
     """The folder's model, its weights cast to param_dtype and placed leaf by leaf.
 
@@ -77,6 +78,7 @@ def load_model(
     keeps one stacked leaf beside what is already placed. `shardings`: a function of the abstract
     Param (`.shape`, `.dtype`, `.logical_axes`) or a State of shardings; None is the first device.
     A folder without weights gives normal(0, initializer_range) weights if `seed` is given.
+    attention, rows: the Decoder's.
     Raises Refusal for missing, extra or misshaped tensors, naming the key.
     """
     folder = Path(folder)
@@ -90,6 +92,7 @@ def load_model(
             compute_dtype=compute_dtype,
             remat=remat,
             attention=attention,
+            rows=rows,
         )
 
     graphdef, abstract = nnx.split(nnx.eval_shape(build, jax.random.key(0)))

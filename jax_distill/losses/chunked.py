@@ -36,8 +36,7 @@ def chunked_sums(
 
     def chunk(hidden, wide, targets):
         columns = clean(targets, vocab_size=head.vocab_size)
-        hidden = jnp.where(columns.mask[..., None], hidden, jnp.zeros((), hidden.dtype))
-        z = head.finish(project(hidden, lm_head, wide), bias)
+        z = head.finish(project(hidden, lm_head, wide, columns.mask), bias)
         terms = chunk_terms(z, columns, head.vocab_size, objective)
         return sum_terms(terms, columns.mask)
 

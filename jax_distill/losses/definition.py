@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_distill.losses.logits import Head, fp32_product
+from jax_distill.losses.logits import Head, fp32_product, select_rows
 from jax_distill.losses.objectives import (
     Objective,
     Targets,
@@ -25,7 +25,7 @@ def dense_terms(
 ) -> Terms:
     """Terms [B,T] from the whole [B,T,V] of fp32 logits, differentiated by JAX alone."""
     columns = clean(targets, vocab_size=head.vocab_size)
-    hidden = jnp.where(columns.mask[..., None], hidden, jnp.zeros((), hidden.dtype))
+    hidden = select_rows(hidden, columns.mask)
     z = head.finish(fp32_product(hidden, lm_head), bias)[..., : head.vocab_size]
 
     log_q = jax.nn.log_softmax(z / objective.temperature, axis=-1)

@@ -135,10 +135,10 @@ def per_token(
     has = real & (batch.teacher_indices < vocab_size)
     among_k = np.zeros(z.shape, bool)
     log_p = np.full(z.shape, -np.inf)
-    for row, position, entry in np.argwhere(has):
-        column = batch.teacher_indices[row, position, entry]
-        among_k[row, position, column] = True
-        log_p[row, position, column] = batch.teacher_logprobs[row, position, entry]
+    row, position, entry = np.nonzero(has)
+    column = batch.teacher_indices[row, position, entry]
+    among_k[row, position, column] = True
+    log_p[row, position, column] = batch.teacher_logprobs[row, position, entry]
     lacking = logsumexp(np.where(real & ~has, batch.teacher_logprobs, -np.inf), real & ~has)
     log_p_tail = np.logaddexp(np.where(batch.mask, batch.teacher_log_tail, -np.inf), lacking)
 

@@ -15,7 +15,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax_distill.losses.carry import Carry, Wanted, pack_rows, unpack_rows
 from jax_distill.losses.chunks import Chunk, valid_first_order
 from jax_distill.losses.layout import Layout
-from jax_distill.losses.logits import Head, fp32_product, head_gradient, hidden_gradient
+from jax_distill.losses.logits import (
+    Head,
+    fp32_product,
+    head_gradient,
+    hidden_gradient,
+    select_rows,
+)
 from jax_distill.losses.objectives import Columns, Objective, Targets, Terms, clean
 from jax_distill.losses.rule import (
     Reading,
@@ -126,7 +132,7 @@ def run_chunks(
         rows = chunk.take(carry.rows)
         if packed:
             rows = jax.lax.bitcast_convert_type(rows, dtype)
-        rows = jnp.where(columns.mask[..., None], rows, jnp.zeros((), dtype))
+        rows = select_rows(rows, columns.mask)
         z = head.finish(fp32_product(rows, narrow_head), bias)
         reading, terms, gradients = read_chunk(
             z, columns, head=head, objective=objective, axis=axis

@@ -17,8 +17,10 @@ from jax_distill.losses.objectives import Objective, Targets, Teacher
 from jax_distill.losses.sums import LossSums, sum_terms
 
 NAMES = ("dense", "forward_chunked", "fused_chunked", "fused")
+TEACHER = ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count")
 
 
+@jax.named_scope("loss")  # profiles and plans find its buffers by this name
 def loss_sums(
     hidden: jax.Array,
     lm_head: jax.Array,
@@ -81,20 +83,28 @@ def loss_sums(
         raise Refusal(
             f"expected layout=None with {implementation}, got {layout}; jit splits it by itself"
         )
-    teacher = (teacher_indices, teacher_logprobs, teacher_log_tail, teacher_count)
     head, objective, targets = read_problem(
         hidden,
         lm_head,
-        bias,
         labels,
         mask,
-        teacher,
-        Objective(tail, divergence, jsd_beta, temperature, kl_weight, ce_weight, z_loss_weight),
-        vocab_size=vocab_size,
+        teacher_indices,
+        teacher_logprobs,
+        teacher_log_tail,
+        teacher_count,
+        bias=bias,
         chunk_size=chunk_size,
+        vocab_size=vocab_size,
         soft_cap=soft_cap,
         logit_scale=logit_scale,
         check=check,
+        tail=tail,
+        divergence=divergence,
+        jsd_beta=jsd_beta,
+        temperature=temperature,
+        kl_weight=kl_weight,
+        ce_weight=ce_weight,
+        z_loss_weight=z_loss_weight,
     )
     if implementation == "dense":
         terms = dense_terms(hidden, lm_head, bias, targets, head=head, objective=objective)
@@ -120,57 +130,30 @@ IMPLEMENTATIONS = {name: partial(loss_sums, implementation=name) for name in NAM
 dense, forward_chunked, fused_chunked, fused = IMPLEMENTATIONS.values()
 
 
+@jax.named_scope("loss")
 def kl_and_grads(
     hidden: jax.Array,
     lm_head: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array,
-    teacher_indices: jax.Array | None,
-    teacher_logprobs: jax.Array | None,
-    teacher_log_tail: jax.Array | None,
-    teacher_count: jax.Array | None,
-    *,
-    vocab_size: int | None = None,
-    tail: str = "bucket",
-    divergence: str = "forward_kl",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    kl_weight: float = 1.0,
-    ce_weight: float = 0.0,
-    z_loss_weight: float = 0.0,
-    chunk_size: int = 1024,
+    *targets: Any,
     bias: jax.Array | None = None,
-    soft_cap: float | None = None,
-    logit_scale: float | None = None,
+    chunk_size: int = 1024,
     valid_first: bool = False,
+    **knobs: Any,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """The core of `fused` on its own: (loss sum, count), d_hidden, d_lm_head. See `loss_sums`.
+    """The core of `fused` on its own: (loss sum, count), d_hidden, d_lm_head.
 
+    Arguments as `loss_sums` has them, by position or name, but `implementation` and `layout`.
     d_hidden [B,T,D] has hidden's dtype and, where the caller donates hidden, its memory; d_lm_head
     [V,D] is fp32. Both are gradients of the loss SUM; a bias is taken as constant.
     """
-    teacher = (teacher_indices, teacher_logprobs, teacher_log_tail, teacher_count)
-    head, objective, targets = read_problem(
-        hidden,
-        lm_head,
-        bias,
-        labels,
-        mask,
-        teacher,
-        Objective(tail, divergence, jsd_beta, temperature, kl_weight, ce_weight, z_loss_weight),
-        vocab_size=vocab_size,
-        chunk_size=chunk_size,
-        soft_cap=soft_cap,
-        logit_scale=logit_scale,
-        check=False,
-    )
+    problem = read_problem(hidden, lm_head, *targets, bias=bias, chunk_size=chunk_size, **knobs)
     end = run_chunks(
         hidden,
         lm_head,
         bias,
-        targets,
-        head=head,
-        objective=objective,
+        problem.targets,
+        head=problem.head,
+        objective=problem.objective,
         chunk_size=chunk_size,
         valid_first=valid_first,
         wanted=Wanted(hidden=True, lm_head=True, bias=False),
@@ -190,21 +173,30 @@ class Problem(NamedTuple):
 def read_problem(
     hidden: jax.Array,
     lm_head: jax.Array,
-    bias: jax.Array | None,
     labels: jax.Array,
     mask: jax.Array,
-    teacher: tuple[Any, ...],
-    objective: Objective,
+    teacher_indices: jax.Array | None,
+    teacher_logprobs: jax.Array | None,
+    teacher_log_tail: jax.Array | None,
+    teacher_count: jax.Array | None,
     *,
-    vocab_size: int | None,
+    bias: jax.Array | None,
     chunk_size: int,
-    soft_cap: float | None,
-    logit_scale: float | None,
-    check: bool,
+    vocab_size: int | None = None,
+    soft_cap: float | None = None,
+    logit_scale: float | None = None,
+    check: bool = False,
+    **objective: Any,
 ) -> Problem:
-    """Refuse what does not fit together, before anything is compiled."""
-    rows, positions, width = hidden.shape
-    columns = lm_head.shape[0]
+    """Refuse what does not fit together, before anything is compiled. objective: `Objective`'s."""
+    goal = Objective(**objective)
+    teacher: Any = (teacher_indices, teacher_logprobs, teacher_log_tail, teacher_count)
+    if hidden.ndim != 3 or lm_head.ndim != 2:
+        raise Refusal(
+            f"expected hidden [B,T,D] and lm_head [V,D], got {hidden.shape} and {lm_head.shape}; "
+            "give one row as hidden[None]"
+        )
+    (rows, positions, width), columns = hidden.shape, lm_head.shape[0]
     vocab_size = columns if vocab_size is None else vocab_size
     if not 0 < vocab_size <= columns:
         raise Refusal(
@@ -214,28 +206,19 @@ def read_problem(
     if chunk_size < 1:
         raise Refusal(f"expected chunk_size ≥ 1, got {chunk_size}; 1024 is a good start")
     missing = sum(value is None for value in teacher)
-    if missing and (objective.kl_weight or missing < len(teacher)):
+    if missing and (goal.kl_weight or missing < len(teacher)):
         raise Refusal(
             f"expected four teacher_* arrays, got {len(teacher) - missing}; "
             "pass them all, or None for each with kl_weight=0"
         )
-    per_token = (rows, positions)
-    shapes: dict[str, tuple[int, ...]] = {
-        "labels": per_token,
-        "mask": per_token,
-        "lm_head": (columns, width),
-    }
-    values: dict[str, Any] = {"labels": labels, "mask": mask, "lm_head": lm_head}
-    if bias is not None:
-        shapes["bias"], values["bias"] = (columns,), bias
+    shapes: dict[str, tuple[int, ...]] = {"lm_head": (columns, width), "bias": (columns,)}
+    shapes |= dict.fromkeys(("labels", "mask", *TEACHER), (rows, positions))
     if not missing:
-        top_k = teacher[0].shape[-1:]
-        for name, value in zip(Teacher._fields, teacher, strict=True):
-            wide = name in ("indices", "logprobs")
-            shapes[f"teacher {name}"] = (*per_token, *top_k) if wide else per_token
-            values[f"teacher {name}"] = value
-    for name, value in values.items():
-        if value.shape != shapes[name]:
+        stored = (rows, positions, teacher[0].shape[-1])
+        shapes |= {"teacher_indices": stored, "teacher_logprobs": stored}
+    named = {"lm_head": lm_head, "bias": bias, "labels": labels, "mask": mask}
+    for name, value in (named | dict(zip(TEACHER, teacher, strict=True))).items():
+        if value is not None and value.shape != shapes[name]:
             raise Refusal(
                 f"expected {name} of shape {shapes[name]} beside hidden {hidden.shape}, "
                 f"got {value.shape}; pass arrays of one batch"
@@ -243,4 +226,4 @@ def read_problem(
     targets = Targets(labels, mask.astype(bool), None if missing else Teacher(*teacher))
     if check:
         report(targets, vocab_size=vocab_size)
-    return Problem(Head(vocab_size, soft_cap, logit_scale), objective, targets)
+    return Problem(Head(vocab_size, soft_cap, logit_scale), goal, targets)

@@ -60,26 +60,33 @@ def head_gradient(dlogits: jax.Array, hidden: jax.Array) -> jax.Array:
     return jnp.einsum("bcv,bcd->vd", dlogits, hidden, preferred_element_type=jnp.float32)
 
 
+def select_rows(hidden: jax.Array, mask: jax.Array) -> jax.Array:
+    """hidden [B,C,D], 0 where mask [B,C] is False, whatever stood there."""
+    return jnp.where(mask[..., None], hidden, jnp.zeros((), hidden.dtype))
+
+
 @jax.custom_vjp
-def project(hidden: jax.Array, lm_head: jax.Array, wide: jax.Array) -> jax.Array:
-    """`fp32_product` whose backward keeps operands narrow and the head's gradient in fp32.
+def project(hidden: jax.Array, lm_head: jax.Array, wide: jax.Array, mask: jax.Array) -> jax.Array:
+    """`fp32_product` of the rows in `mask`, its backward on narrow operands into an fp32 sum.
 
     JAX wants a cotangent of the primal's dtype, so a bf16 head would be accumulated over the
     chunks in bf16 (error 1.8e-2 at 256 chunks). The head's gradient therefore goes to `wide`, the
-    head in fp32, whose value is never read and so never made.
+    head in fp32, whose value is never read and so never made. What is kept for the backward is
+    hidden as it came: not selected rows, nor a mask as wide as they are.
     """
-    return fp32_product(hidden, lm_head)
+    return fp32_product(select_rows(hidden, mask), lm_head)
 
 
-def _project_forward(hidden, lm_head, wide):
-    return fp32_product(hidden, lm_head), (hidden, lm_head)
+def _project_forward(hidden, lm_head, wide, mask):
+    return project(hidden, lm_head, wide, mask), (hidden, lm_head, mask)
 
 
 def _project_backward(saved, dlogits):
-    hidden, lm_head = saved
+    hidden, lm_head, mask = saved
     narrow = dlogits.astype(hidden.dtype)
     d_hidden = hidden_gradient(narrow, lm_head).astype(hidden.dtype)
-    return d_hidden, None, head_gradient(narrow, hidden)
+    d_lm_head = head_gradient(narrow, select_rows(hidden, mask))
+    return select_rows(d_hidden, mask), None, d_lm_head, None
 
 
 project.defvjp(_project_forward, _project_backward)

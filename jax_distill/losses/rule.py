@@ -54,6 +54,8 @@ def read_logits(
     gathered = jnp.take_along_axis(z, jnp.minimum(local_ids, width - 1), axis=-1)
     z_g = jnp.where(here, gathered, 0.0)
 
+    # Read, then overwritten: without an order XLA may copy the whole buffer for the scatter.
+    z, z_g = jax.lax.optimization_barrier((z, z_g))
     rest = set_columns(z, local_ids, jnp.full_like(z_g, -jnp.inf))
     if axis is not None or vocab_size < width:
         column = first + jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,13 @@ def attention(
     )
 
 
-def fast_attention(dtype: jnp.dtype, length: int, head_dim: int) -> Implementation:
-    """The implementation for the first local device: "products" on a CPU; "cudnn" on an NVIDIA GPU
-    of the Ampere generation or later where cuDNN's kernel takes the input (bf16 or fp16, an even
-    length, a head width of at most 128 that 8 divides); "xla" elsewhere."""
-    device = jax.local_devices()[0]
+def fast_attention(
+    dtype: jnp.dtype, length: int, head_dim: int, device: Any = None
+) -> Implementation:
+    """The implementation for a device (None: the first local one): "products" on a CPU; "cudnn" on
+    an NVIDIA GPU of the Ampere generation or later where cuDNN's kernel takes the input (bf16 or
+    fp16, an even length, a head width of at most 128 that 8 divides); "xla" elsewhere."""
+    device = jax.local_devices()[0] if device is None else device
     if device.platform == "cpu":
         return "products"
     capability = str(getattr(device, "compute_capability", ""))  # "9.0"; "gfx942" is AMD's

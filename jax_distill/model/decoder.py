@@ -10,11 +10,13 @@ in fp32; norm statistics, rotary angles and softmax are fp32 whatever the comput
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jax_distill.config import Refusal
 from jax_distill.model.attention import Implementation, attention
@@ -49,6 +51,15 @@ class Fresh:
         return nnx.Param(jnp.zeros(shape, self.dtype), logical_axes=axes)
 
 
+def on_rows(x: jax.Array, rows: NamedSharding | None) -> jax.Array:
+    """x [B,..] or [B·T,..] split by rows. Left to itself (None) the compiler splits attention by
+    heads where the weights are split, which cuDNN refuses beside a mask split by rows. What the
+    devices cannot share evenly is left to it too."""
+    if rows is None or x.shape[0] % rows.mesh.size:
+        return x
+    return jax.lax.with_sharding_constraint(x, rows)
+
+
 class Linear(nnx.Module):
     """x·weightᵀ + bias for x [N,in]. Holds [L,out,in]; in the scan it is one layer's [out,in]."""
 
@@ -77,7 +88,14 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections, rotary positions and `attention` of one layer; weights of all L."""
 
-    def __init__(self, fresh: Fresh, config: ModelConfig, *, implementation: Implementation | None):
+    def __init__(
+        self,
+        fresh: Fresh,
+        config: ModelConfig,
+        *,
+        implementation: Implementation | None,
+        rows: NamedSharding | None,
+    ):
         layers, width = config.num_hidden_layers, config.hidden_size
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
@@ -88,15 +106,16 @@ class Attention(nnx.Module):
         self.o_proj = Linear(fresh, (layers, width, heads), ("embed", "heads"), bias=bias)
         self.head_dim = config.head_dim
         self.implementation = implementation
+        self.rows = rows
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
         """x [B·T,D] → [B·T,D]; cos, sin [B,T,Q/2]; segment_ids [B,T]."""
         by_head = (*segment_ids.shape, -1, self.head_dim)
-        query = rotate(self.q_proj(x).reshape(by_head), cos, sin)
-        key = rotate(self.k_proj(x).reshape(by_head), cos, sin)
-        value = self.v_proj(x).reshape(by_head)
+        query = on_rows(rotate(self.q_proj(x).reshape(by_head), cos, sin), self.rows)
+        key = on_rows(rotate(self.k_proj(x).reshape(by_head), cos, sin), self.rows)
+        value = on_rows(self.v_proj(x).reshape(by_head), self.rows)
         mixed = attention(query, key, value, segment_ids, implementation=self.implementation)
         return self.o_proj(mixed.reshape(x.shape[0], -1))
 
@@ -119,18 +138,26 @@ class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). Holds the weights of all L layers; the scan
     of `Decoder` calls it with one layer's slice."""
 
-    def __init__(self, fresh: Fresh, config: ModelConfig, *, implementation: Implementation | None):
+    def __init__(
+        self,
+        fresh: Fresh,
+        config: ModelConfig,
+        *,
+        implementation: Implementation | None,
+        rows: NamedSharding | None,
+    ):
         shape, axes = (config.num_hidden_layers, config.hidden_size), ("layers", None)
         self.input_layernorm = RMSNorm(fresh, shape, axes, eps=config.rms_norm_eps)
-        self.self_attn = Attention(fresh, config, implementation=implementation)
+        self.self_attn = Attention(fresh, config, implementation=implementation, rows=rows)
         self.post_attention_layernorm = RMSNorm(fresh, shape, axes, eps=config.rms_norm_eps)
         self.mlp = MLP(fresh, config)
+        self.rows = rows
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = on_rows(x + self.self_attn(self.input_layernorm(x), cos, sin, segment_ids), self.rows)
+        return on_rows(x + self.mlp(self.post_attention_layernorm(x)), self.rows)
 
 
 class Embedding(nnx.Module):
@@ -148,7 +175,7 @@ class Decoder(nnx.Module):
     linears, "layer" only the input of each layer. On a CPU to recompute is faster than to store
     (two cores, 6 layers of width 192, 16 rows of 256: none 865, dots 765, layer 720 ms; 24 layers
     of width 576, 4 rows of 256: none 5.1, dots 4.1, layer 4.6 s). `attention`: see the function of
-    that name. Raises Refusal for another remat.
+    that name. `rows`: how a mesh splits them, see `on_rows`. Raises Refusal for another remat.
     """
 
     def __init__(
@@ -160,6 +187,7 @@ class Decoder(nnx.Module):
         compute_dtype: Any = jnp.float32,
         remat: str = "none",
         attention: Implementation | None = None,
+        rows: NamedSharding | None = None,
     ):
         if remat not in REMAT:
             raise Refusal(f"expected remat {', '.join(REMAT)}, got {remat!r}; do choose one")
@@ -168,7 +196,7 @@ class Decoder(nnx.Module):
         self.remat = remat
         fresh = Fresh(rngs, config.initializer_range, jnp.dtype(param_dtype))
         self.embed_tokens = Embedding(fresh, config)
-        self.layers = Layer(fresh, config, implementation=attention)
+        self.layers = Layer(fresh, config, implementation=attention, rows=rows)
         self.norm = RMSNorm(fresh, (config.hidden_size,), (None,), eps=config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Embedding(fresh, config)
 
@@ -180,6 +208,17 @@ class Decoder(nnx.Module):
         Segment id 0 is padding. Ids outside the vocabulary take the nearest row (they can only
         stand in padding or masked cells). Logits are `hidden @ lm_head_weight().T`.
         """
+        context = self.context(segment_ids, positions)
+        layer, stacked = self.layer_function()
+
+        def step(x: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+            return layer(x, weights, *context), None
+
+        x, _ = jax.lax.scan(step, self.embed(tokens), stacked)
+        return self.norm(x).reshape(*tokens.shape, -1)
+
+    def context(self, segment_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """What every layer sees beside its input: cos, sin [B,T,Q/2] and segment_ids."""
         cos, sin = rotary_angles(
             self.config.rope,
             positions,
@@ -187,16 +226,23 @@ class Decoder(nnx.Module):
             head_dim=self.config.head_dim,
             max_position_embeddings=self.config.max_position_embeddings,
         )
+        return cos, sin, segment_ids
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32 [B,T] → [B·T,D] in compute_dtype, the first layer's input."""
         x = jnp.take(self.embed_tokens.weight[...], tokens.reshape(-1), axis=0, mode="clip")
+        return x.astype(self.compute_dtype)
+
+    def layer_function(self) -> tuple[Callable[..., jax.Array], nnx.State]:
+        """(x, one layer's weights, *context) → x under `remat`, and the weights of all L."""
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x, weights):
-            return nnx.merge(graphdef, weights)(x, cos, sin, segment_ids), None
+        def layer(x: jax.Array, weights: nnx.State, *context: jax.Array) -> jax.Array:
+            return nnx.merge(graphdef, weights)(x, *context)
 
         if self.remat != "none":
             layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[self.remat])
-        x, _ = jax.lax.scan(layer, x.astype(self.compute_dtype), stacked)
-        return self.norm(x).reshape(*tokens.shape, -1)
+        return layer, stacked
 
     def lm_head_weight(self) -> jax.Array:
         """[V,D] in the parameters' dtype: `lm_head`, or `embed_tokens` where the two are tied."""

@@ -5,15 +5,20 @@
 finished.
 """
 
+from jax_distill.cache import teacher_fingerprint
 from jax_distill.teacher.capture import capture, topk_targets
-from jax_distill.teacher.stores import main, teacher_fingerprint, tokenizer_folder, write_stores
+from jax_distill.teacher.files import TeacherFiles, find_teacher, teacher_folders
+from jax_distill.teacher.stores import main, tokenizer_folder, write_stores
 from jax_distill.teacher.writing import expected_bytes, write_store
 
 __all__ = [
+    "TeacherFiles",
     "capture",
     "expected_bytes",
+    "find_teacher",
     "main",
     "teacher_fingerprint",
+    "teacher_folders",
     "tokenizer_folder",
     "topk_targets",
     "write_store",

@@ -18,6 +18,7 @@ from jax_distill.sharding import batch_sharding
 LARGEST_GAP = 65504.0  # float16's largest; exp(-65504) is 0 all the same
 
 
+@jax.named_scope("targets")  # profiles and plans find its buffers by this name
 def topk_targets(
     hidden: jax.Array,
     lm_head: jax.Array,

@@ -1,6 +1,5 @@
 """Both stores of a configuration: which ones are wanted, and whether they are there already."""
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,13 @@ from jax_distill.cache import (
     Store,
     read_manifest,
     refuse_other_store,
+    teacher_fingerprint,
     vocabulary_conflict,
 )
-from jax_distill.config import Config, Failure, Refusal, Source, find_path
-from jax_distill.hf.weights import weight_files
+from jax_distill.config import Config, Failure, Refusal, Source, check_writable, find_path
 from jax_distill.packing import Rows, pack
 from jax_distill.run import git_revision, say, versions
+from jax_distill.teacher.files import TeacherFiles, find_teacher
 from jax_distill.teacher.writing import format_bytes, write_store
 
 SPLITS = ("train", "heldout")
@@ -28,19 +28,9 @@ class _Plan(NamedTuple):
     """What decides both stores; quick to gather, so that a second run is."""
 
     tokenizer: data.Tokenizer
-    teacher_folder: Path | None
+    teacher: TeacherFiles | None
     data_path: str | list[Source]
     manifests: dict[str, Manifest]
-
-
-def teacher_fingerprint(folder: Path) -> str:
-    """sha256 over the names and bytes of a model folder's config.json and weight files."""
-    digest = hashlib.sha256()
-    for file in sorted({folder / "config.json", *weight_files(folder).values()}):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, "sha256").hexdigest()
-        digest.update(f"{file.name} {content}\n".encode())
-    return digest.hexdigest()
 
 
 def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
@@ -53,7 +43,9 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
     name = config.data.tokenizer
     if not name.startswith("bpe:"):
         if name:
-            return Path(find_path(name))
+            place = Path(find_path(name))
+            is_folder = place.exists() and place.suffix != ".gguf"
+            return place if is_folder else hf.local_folder(place)
         if teacher_folder is not None:
             return teacher_folder
         return hf.local_folder(find_path(config.student.path))
@@ -62,6 +54,7 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
         raise Refusal(f"expected data.tokenizer bpe:N with a number, got {name}; write bpe:2048")
     folder = Path(config.cache.path) / f"tokenizer_bpe_{size}"
     if not folder.is_dir():
+        check_writable(config.cache.path, "cache.path")
         say(f"training a tokenizer of {size} tokens on the text: {folder}")
         texts = data.read_texts(
             _data_path(config),
@@ -82,17 +75,8 @@ def _data_path(config: Config) -> str | list[Source]:
 
 
 def _plan(config: Config) -> _Plan:
-    teacher_folder, columns = None, None
-    of_teacher: dict[str, Any] = {}
-    if config.teacher.path:
-        teacher_folder = hf.local_folder(find_path(config.teacher.path))
-        columns = hf.model_config(hf.read_config(teacher_folder)).vocab_size
-        of_teacher = dict(
-            top_k=config.cache.top_k,
-            temperatures=tuple(config.cache.temperatures),
-            teacher_fingerprint=teacher_fingerprint(teacher_folder),
-            teacher_dtype=config.teacher.dtype,
-        )
+    teacher = find_teacher(config.teacher.path) if config.teacher.path else None
+    teacher_folder = teacher.folder if teacher else None
     folder = tokenizer_folder(config, teacher_folder)
     tokenizer = data.Tokenizer.load(folder)
     if teacher_folder is not None and folder != teacher_folder:
@@ -107,22 +91,51 @@ def _plan(config: Config) -> _Plan:
         format=text.format, packing=text.packing, heldout_fraction=text.heldout_fraction
     )
     max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
+    fingerprint = teacher_fingerprint(teacher.place) if teacher and teacher.place else None
     manifests = {
         split: Manifest(
             sequence_length=text.sequence_length,
             shard_rows=config.cache.shard_rows,
-            vocab_size=min(tokenizer.length, columns or tokenizer.length),
             tokenizer_fingerprint=tokenizer.fingerprint,
             vocabulary=tokenizer.vocab,
             data={"split": split, **settings, "max_rows": max_rows[split]},
             data_fingerprint=data_fingerprint,
             versions=versions(),
             git_revision=git_revision() or "",
-            **of_teacher,
+            **_of_teacher(config, teacher, fingerprint, split, tokenizer.length),
         )
         for split in SPLITS
     }
-    return _Plan(tokenizer, teacher_folder, data_path, manifests)
+    return _Plan(tokenizer, teacher, data_path, manifests)
+
+
+def _of_teacher(
+    config: Config,
+    teacher: TeacherFiles | None,
+    fingerprint: str | None,
+    split: str,
+    length: int,
+) -> dict[str, Any]:
+    """The manifest's fields that the teacher decides; `length` is the tokenizer's.
+
+    Where the teacher cannot be asked, what the store says of it counts: the width of its head where
+    the decoder does not know its architecture, its fingerprint where it is not here.
+    """
+    if teacher is None:
+        return {"vocab_size": length}
+    stored = read_manifest(f"{config.cache.path}/{split}")
+    columns = stored.vocab_size if stored else length
+    if teacher.model is not None:
+        columns = teacher.model.vocab_size
+    if fingerprint is None:
+        fingerprint = stored.teacher_fingerprint if stored else ""
+    return {
+        "vocab_size": min(length, columns),
+        "top_k": config.cache.top_k,
+        "temperatures": tuple(config.cache.temperatures),
+        "teacher_fingerprint": fingerprint,
+        "teacher_dtype": config.teacher.dtype,
+    }
 
 
 def _check_tokenizers(tokenizer: data.Tokenizer, teacher_folder: Path) -> None:
@@ -184,12 +197,14 @@ def _pack_rows(config: Config, plan: _Plan) -> dict[str, Rows]:
 def write_stores(config: Config) -> tuple[Store, Store]:
     """`<cache.path>/train` and `<cache.path>/heldout`, made as far as they are missing.
 
-    Finished stores are known by their manifests: no text is tokenised, no weight loaded. Without
-    `teacher.path` they hold rows alone, for training with the cross-entropy.
+    Finished stores are known by their manifests: no text is tokenised, no weight loaded, and their
+    teacher may be gone, or one that only `torch_ref.teacher` can run. Without `teacher.path` they
+    hold rows alone, for training with the cross-entropy.
 
     Raises:
         Refusal: a store made with another teacher, tokenizer, text or setting lies there (what
-            differs is named); see also `write_store`.
+            differs is named); a store is missing and the decoder cannot run the teacher; see also
+            `write_store`.
     """
     plan = _plan(config)
     paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
@@ -198,17 +213,20 @@ def write_stores(config: Config) -> tuple[Store, Store]:
     if train and heldout:
         say(f"store: {config.cache.path} is there, {train.tokens:,} tokens to train on")
         return train, heldout
+    check_writable(config.cache.path, "cache.path")
+    teacher_folder = plan.teacher and plan.teacher.require_model(other="teacher")[0]
     mesh = sharding.make_mesh(data=config.mesh.data, fsdp=config.mesh.fsdp)
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
     rows = _pack_rows(config, plan)
     model = None
-    if plan.teacher_folder is not None:
+    if teacher_folder is not None:
         dtype = jnp.dtype(config.teacher.dtype)
         model = hf.load_model(
-            plan.teacher_folder,
+            teacher_folder,
             param_dtype=dtype,
             compute_dtype=dtype,
             shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+            rows=sharding.batch_sharding(mesh),
         )
     stores = []
     for split in SPLITS:

@@ -47,7 +47,7 @@ def _chunk(
         d_logits = _tail_gradient(logits / tau, rest, a / tau)
         d_logits += _tail_gradient(logits, rest_1, a_1)
     d_logits.scatter_add_(1, targets.ids, torch.where(targets.real, g_ids, 0.0))
-    label = targets.labels.clamp(0, logits.shape[1] - 1)  # outside: the loss is infinite already
+    label = targets.labels.clamp(0, logits.shape[1] - 1)  # outside: g is 0
     d_logits.scatter_add_(1, label[:, None], g_label[:, None])
     if slope is not None:
         d_logits *= slope

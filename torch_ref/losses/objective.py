@@ -59,7 +59,8 @@ class Targets(NamedTuple):
     """What is learnt at N positions; nothing in it depends on what masked cells hold.
 
     labels [N], mask [N], ids [N,K] (0 where not real), real [N,K] (counted, and in the student's
-    vocabulary), log_p [N,K] (−inf where not real), log_tail [N], top1 [N] (−1: no teacher).
+    vocabulary), log_p [N,K] (−inf where not real), log_tail [N], top [N,K] (the teacher's
+    most likely token; each, where several are).
     """
 
     labels: Tensor
@@ -68,7 +69,7 @@ class Targets(NamedTuple):
     real: Tensor
     log_p: Tensor
     log_tail: Tensor
-    top1: Tensor
+    top: Tensor
 
     def chunk(self, first: int, last: int) -> "Targets":
         """Positions [first, last) of every row of [B,T,…] targets, flattened to N = B·C."""
@@ -92,9 +93,7 @@ def read_targets(
     if indices is None or logprobs is None or log_tail is None or count is None:
         empty = labels.new_empty((*labels.shape, 0))
         none = torch.zeros(labels.shape, dtype=dtype, device=labels.device)
-        return Targets(
-            labels, mask, empty, empty.bool(), empty.to(dtype), none, torch.full_like(labels, -1)
-        )
+        return Targets(labels, mask, empty, empty.bool(), empty.to(dtype), none, empty.bool())
     indices = indices.long()
     place = torch.arange(indices.shape[-1], device=indices.device)
     counted = (place < count.long()[..., None]) & mask[..., None]
@@ -110,7 +109,7 @@ def read_targets(
         real,
         torch.where(real, log_p, -math.inf),
         log_tail,
-        torch.where(counted[..., 0], indices[..., 0], -1),
+        real & (log_p == log_p.amax(-1, keepdim=True)),
     )
 
 
@@ -181,7 +180,9 @@ def sums_of(
     elsewhere, both at τ; log_z [N] = lse(z) at temperature 1, label_logit [N] = z_label.
     """
     kl = _kl(targets, log_q, log_q_tail, knobs)
-    cross_entropy = log_z - label_logit
+    # What has no column has an infinite cross-entropy, and a constant has no gradient.
+    lacking = label_logit == -math.inf
+    cross_entropy = torch.where(lacking, math.inf, log_z - label_logit)
     z_loss = log_z.square()
     loss = torch.zeros_like(kl)
     for weight, value in (
@@ -197,7 +198,7 @@ def sums_of(
         z_loss,
         targets.log_p.exp().sum(-1),
         log_q.exp().sum(-1),
-        (student_top1 == targets.top1).to(kl.dtype),
+        ((targets.ids == student_top1[:, None]) & targets.top).any(-1).to(kl.dtype),
         torch.ones_like(kl),
     ]
     return torch.stack([torch.where(targets.mask, x, 0.0).sum() for x in columns])

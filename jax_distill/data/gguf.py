@@ -1,4 +1,8 @@
-"""A GGUF file's tokenizer → tokenizer.json and tokenizer_config.json."""
+"""A GGUF file's metadata, and its tokenizer as the files that a Hugging Face folder has of it.
+
+Both backends write them from here, so that a student's folder has the same tokenizer, byte for
+byte, whichever trained it.
+"""
 
 import json
 from pathlib import Path
@@ -22,8 +26,40 @@ PRE_TOKENIZERS = {
 }
 
 
-def write_tokenizer(folder: Path, metadata: dict[str, Any], *, context: int) -> None:
-    """Write both files. Byte-level BPE only; raises Refusal for another kind, naming it."""
+def open_gguf(path: Path) -> Any:
+    """gguf's reader of a file. Raises Refusal without the extra `gguf`, and for a broken file."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise Refusal(
+            f"expected the gguf package to read {path.name}, got none; "
+            "do pip install 'jax-distill[gguf]'"
+        ) from error
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise Refusal(f"expected a GGUF file {path}, got {error}; do fetch it again") from error
+
+
+def gguf_metadata(reader: Any) -> dict[str, Any]:
+    """The reader's keys and their values, without those of the container itself."""
+    return {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
+
+
+def special_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    """`bos_token_id` and so on, as config.json and generation_config.json call them."""
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    found = {f"{name}_token_id": f"tokenizer.ggml.{key}_token_id" for name, key in names.items()}
+    return {name: metadata[key] for name, key in found.items() if key in metadata}
+
+
+def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json (the special ids).
+
+    Byte-level BPE only; raises Refusal for another kind, naming it.
+    """
     kind, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise Refusal(
@@ -58,14 +94,21 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], *, context: int) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
+        "model_max_length": required(
+            metadata, f"{metadata.get('general.architecture')}.context_length"
+        ),
         "clean_up_tokenization_spaces": False,
         **named,
     }
     if "tokenizer.chat_template" in metadata:
         settings["chat_template"] = metadata["tokenizer.chat_template"]
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    write_json_text(folder / "tokenizer_config.json", settings)
+    write_json_text(folder / "generation_config.json", special_ids(metadata))
+
+
+def write_json_text(path: Path, content: dict[str, Any]) -> None:
+    """As the files of a Hugging Face folder are written."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def required(metadata: dict[str, Any], key: str) -> Any:

@@ -1,0 +1,228 @@
+"""Rung "teacher", where the JAX model cannot be it: another architecture, one from the hub, one
+that is gone. Proves: torch_ref.teacher writes the store, and both backends train from it alike;
+what needs the live teacher is left out in one line; other weights are still refused.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+import yaml
+from ladder import assert_numbers
+
+import torch_ref.audit
+import torch_ref.model
+import torch_ref.teacher
+import torch_ref.train
+from jax_distill import audit, hf, teacher, train
+from jax_distill.cache import Store
+from jax_distill.config import Config, Refusal, load
+from jax_distill.run import read_metrics
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+LENGTH, STEPS = 24, 3
+
+
+def neox_folder(folder: Path, seed: int = 0) -> Path:
+    """A random GPT-NeoX (biases, LayerNorm, parallel residuals: nothing of it is a Llama's)."""
+    torch.manual_seed(seed)
+    sizes = dict(vocab_size=tiny.COLUMNS, hidden_size=32, intermediate_size=48)
+    config = transformers.GPTNeoXConfig(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256
+    )
+    model = transformers.GPTNeoXForCausalLM(config).float()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)
+    model.save_pretrained(folder)
+    tiny.save_tokenizer(folder)
+    return folder
+
+
+def write_text(path: Path, documents: int = 90) -> Path:
+    rng = np.random.default_rng(0)
+    lines = (
+        " ".join(f"w{i}" for i in rng.integers(3, 300, rng.integers(3, 40)))
+        for _ in range(documents)
+    )
+    path.write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    return path
+
+
+@dataclasses.dataclass
+class Place:
+    """A folder with a teacher, a student, text, rows and the store that torch_ref.teacher wrote."""
+
+    path: Path
+    config_file: Path
+
+    def argv(self, *more: str) -> list[str]:
+        return ["--config", str(self.config_file), *more]
+
+    def config(self, *more: str) -> Config:
+        return load(self.argv(*more))
+
+
+def make_place(path: Path, teacher_path: str) -> Place:
+    """Everything up to the rows, by the command that `torch_ref.teacher` names."""
+    tiny.llama_folder(path / "student", seed=1)
+    settings = {
+        "seed": 3,
+        "output_dir": str(path / "jax"),
+        "teacher": {"path": teacher_path, "dtype": "float32", "batch_size": 8},
+        "student": {"path": str(path / "student")},
+        "data": {
+            "path": str(write_text(path / "text.jsonl")),
+            "format": "jsonl",
+            "sequence_length": LENGTH,
+            "heldout_fraction": 0.2,
+        },
+        "cache": {"path": str(path / "cache"), "top_k": 12, "shard_rows": 16},
+        "loss": {"ce_weight": 0.3, "chunk_size": 16},
+        "optimizer": {"learning_rate": 2e-3},
+        "train": {"steps": STEPS, "batch_size": 8, "compute_dtype": "float32", "log_every": 1},
+    }
+    file = path / "x.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    place = Place(path, file)
+    bare = ["--teacher.path", "", "--loss.kl_weight", "0", "--loss.ce_weight", "1"]
+    rows = ["--cache.path", str(path / "rows"), "--data.tokenizer", str(path / "teacher")]
+    teacher.main(place.config(*rows, *bare))
+    return place
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    path = tmp_path_factory.mktemp("neox")
+    neox_folder(path / "teacher")
+    place = make_place(path, str(path / "teacher"))
+    torch_ref.teacher.main(place.argv("--rows", str(path / "rows"), "--device", "cpu"))
+    return place
+
+
+def numbers(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the machine."""
+    records = read_metrics(run / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if "per_second" not in k} for r in records]
+
+
+def test_jax_trains_from_the_store_of_an_architecture_it_does_not_have(place, capsys):
+    """And torch_ref from the same store, to the same numbers."""
+    with jax.numpy_dtype_promotion("standard"):
+        train.main(place.config())
+    said = capsys.readouterr().out
+    assert said.count("the store alone teaches") == 1 and "GPTNeoXForCausalLM" in said
+    assert "is there" in said and "gate" not in said.replace("without gate", "")
+    summary = json.loads((place.path / "jax/summary.json").read_text())
+    assert summary["heldout"] == {} and summary["teacher_parameters"] is None
+    assert summary["validation"]["heldout_kl"] > 0
+    assert (place.path / "jax/report.html").exists()
+
+    torch_ref.train.main(place.argv("--output_dir", str(place.path / "torch"), "--device", "cpu"))
+    theirs, ours = (numbers(place.path / name) for name in ("torch", "jax"))
+    assert len(ours) == len(theirs) == STEPS
+    for got, expected in zip(ours, theirs, strict=True):
+        assert_numbers(f"another teacher, step {expected['step']}", got, expected, 1e-5)
+    assert theirs[-1]["loss"] < theirs[0]["loss"]
+    table = json.loads((place.path / "torch/summary.json").read_text())["heldout"]
+    assert table["teacher"]["kl"] == pytest.approx(0, abs=1e-6)  # it can ask the live teacher
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        both = [(place.path / run / "export" / name).read_bytes() for run in ("jax", "torch")]
+        assert both[0] == both[1], name
+
+
+def test_a_missing_store_is_refused_with_the_cure(place, tmp_path):
+    elsewhere = place.config("--cache.path", str(tmp_path / "none"))
+    with pytest.raises(Refusal, match="GPTNeoXForCausalLM.*torch_ref.teacher"):
+        teacher.write_stores(elsewhere)
+    argv = [str(place.path / "cache/train"), "--spot_check", "1"]
+    with pytest.raises(Refusal, match="GPTNeoXForCausalLM.*torch_ref.audit"):
+        audit.main([*argv, "--teacher", str(place.path / "teacher")])
+    torch_ref.audit.main([*argv, "--teacher", str(place.path / "teacher")])
+
+
+def test_other_weights_under_the_same_path_are_refused_by_both(place, tmp_path):
+    other = neox_folder(tmp_path / "other", seed=5)
+    config = place.config("--teacher.path", str(other))
+    with pytest.raises(Refusal, match="teacher_fingerprint"):
+        teacher.write_stores(config)
+    with pytest.raises(Refusal, match="fingerprint"):
+        torch_ref.train.live_teacher(config, Store.open(str(place.path / "cache/train")))
+
+
+def test_a_teacher_that_is_gone_is_not_missed(place, tmp_path, capsys):
+    """The store describes itself; both say in one line what is left out."""
+    config = place.config("--teacher.path", str(tmp_path / "gone"))
+    train_store, _ = teacher.write_stores(config)
+    assert train_store.complete and teacher.teacher_folders(config) == (None, None)
+    assert torch_ref.train.live_teacher(config, train_store) is None
+    assert capsys.readouterr().out.count("the store alone teaches") == 2
+    cut = ["--student.path", "", "--student.from_teacher.layers", "[0]"]
+    with pytest.raises(Refusal, match="gone"):
+        teacher.teacher_folders(place.config("--teacher.path", str(tmp_path / "gone"), *cut))
+
+
+HUB_JOB = """
+import sys
+sys.modules.update(dict.fromkeys("jax jaxlib flax optax orbax grain".split()))
+import torch_ref.audit, torch_ref.teacher, torch_ref.train
+config, rows, cache, run = sys.argv[1:]
+job = ["--config", config, "--device", "cpu", "--teacher.path", "owner/name", "--cache.path", cache]
+torch_ref.teacher.main([*job, "--rows", rows])
+torch_ref.audit.main([cache + "/train", "--teacher", "owner/name", "--spot_check", "2"])
+torch_ref.train.main([*job, "--output_dir", run, "--train.steps", "2"])
+"""
+
+
+def hub_cache(root: Path, folder: Path) -> Path:
+    """A hub cache, laid out as huggingface_hub does, that holds `folder` as owner/name."""
+    repo, revision = root / "models--owner--name", "0" * 40
+    shutil.copytree(folder, repo / "snapshots" / revision)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(revision)
+    return repo / "snapshots" / revision
+
+
+def test_a_hub_id_teaches_with_jax_made_unimportable(place, tmp_path, monkeypatch):
+    """torch_ref's teacher, audit and train given `owner/name`, which lies in the local hub cache:
+    the store is byte for byte that of the folder, so its name does not depend on the path."""
+    snapshot = hub_cache(tmp_path / "hub", place.path / "teacher")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", HUB_JOB]
+        + [str(place.config_file), str(place.path / "rows")]
+        + [str(tmp_path / "cache"), str(tmp_path / "run")],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "2 rows: KL" in result.stdout and "is not the teacher" not in result.stdout
+    run = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"export", "report.html", "summary.json"} <= run
+    for split in ("train", "heldout"):
+        here, there = (Path(x) / "cache" / split for x in (tmp_path, place.path))
+        files = sorted(f.relative_to(there) for f in there.rglob("*") if f.is_file())
+        assert len(files) > 10
+        for file in files:
+            if file.name not in ("writer.lock", "manifest.json"):
+                assert (here / file).read_bytes() == (there / file).read_bytes(), file
+        names = [Store.open(str(x)).manifest.identity() for x in (here, there)]
+        assert names[0] == names[1]
+
+    # The JAX side resolves the same id to the same files.
+    monkeypatch.setattr(hf.folder, "_snapshot", lambda _: snapshot)
+    config = place.config("--teacher.path", "owner/name", "--cache.path", str(tmp_path / "cache"))
+    assert teacher.write_stores(config)[0].complete
