@@ -1,5 +1,6 @@
 """The benchmarks at toy size, and what is planned for a GPU that is not here."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -7,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_distill import devices
 from jax_distill.bench import __main__ as bench
-from jax_distill.bench import gpu_check, head, head_plot, process
+from jax_distill.bench import gpu_check, head, head_plot, peers, process
 from jax_distill.config import Refusal
+from jax_distill.losses.float64_test import Batch, float64_loss, make_batch
 
 TOY = ["--tokens", "32", "--hidden", "16", "--vocab", "512", "--top_k", "7", "--chunk_size", "8"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +45,9 @@ def test_the_measured_peak_is_near_the_planned_one_and_parts_dense_from_fused(tm
     size = ["--tokens", "512", "--hidden", "64", "--vocab", "32768", "--chunk_size", "32"]
     rows_at = tmp_path / "rows.json"
     options = ["--implementation", "dense,fused", "--repeats", "1", "--dtype", "float32"]
-    assert bench.main(["head", *size, *options, "--json", str(rows_at)]) == 0
+    command = [sys.executable, "-m", "jax_distill.bench", "head", *size, *options]
+    # A process of its own: this one has memory left over from other tests, and would not grow.
+    subprocess.run([*command, "--json", str(rows_at)], check=True, capture_output=True)
     fused, dense = json.loads(rows_at.read_text())
     assert dense["measured_gib"] > 3 * fused["measured_gib"]
     for row in (fused, dense):
@@ -73,6 +78,39 @@ def test_lines_are_drawn_by_chunk_size_and_labels_stand_apart():
     ]
     places = [at for *_, at in labels]
     assert all(b >= a * head_plot.APART for a, b in zip(places, places[1:], strict=False))
+
+
+def test_the_answer_for_peers_is_that_of_the_losses(tmp_path):
+    options = argparse.Namespace(tokens=6, hidden=8, vocab=40, top_k=5, chunk_size=3)
+    inputs = peers.make_inputs(options)
+    answer = peers.float64_answer(inputs, "bucket")
+    arrays = {name: inputs[name][None] for name in inputs if name.startswith("teacher_")}
+    arrays = {name: arrays[name] for name in arrays.keys() & Batch.__dataclass_fields__.keys()}
+    batch = make_batch(0, shape=(1, 6, 8, 40, 5), holes=False).replace(
+        hidden=inputs["hidden"][None].astype(np.float64),
+        lm_head=inputs["lm_head"].astype(np.float64),
+        **arrays,
+    )
+    sums, gradients = float64_loss(batch)
+    assert answer["loss"] == pytest.approx(sums["loss"], rel=1e-6)
+    np.testing.assert_allclose(answer["d_hidden"], gradients["hidden"][0], atol=1e-6)
+    np.testing.assert_allclose(answer["d_lm_head"], gradients["lm_head"], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_peers_agree_and_who_is_not_installed_is_named(tmp_path):
+    rows_at = tmp_path / "rows.json"
+    size = ["--tokens", "32", "--hidden", "16", "--vocab", "512", "--top_k", "7"]
+    assert bench.main(["peers", *size, "--chunk_size", "8", "--json", str(rows_at)]) == 0
+    rows = {row["label"]: row for row in json.loads(rows_at.read_text())}
+    assert len(rows) == len(peers.PEERS) == 11
+    assert not rows["jax_distill fused"]["missing"] and not rows["torch_ref fused"]["missing"]
+    for row in rows.values():
+        if row["missing"]:
+            assert row["seconds"] is None and "No module named" in row["missing"]
+        else:
+            assert max(row[f"{x}_error"] for x in ("value", "d_hidden", "d_lm_head")) < 1e-4
+            assert row["seconds"] > 0
 
 
 def test_the_gpu_check_covers_every_implementation_length_and_chunk():

@@ -19,9 +19,6 @@ from jax_distill.cache_test import small as small_store
 from jax_distill.config import Refusal, load
 from jax_distill.optimizer import optimizer_of
 from jax_distill.plan import PARTS, command, program, search, show, suggest, target
-from jax_distill.plan.buffers import Temporaries, Value, live_bytes
-from jax_distill.plan.hlo import product_flops, read_hlo, totals, travelling
-from jax_distill.plan.planning import phase_of_source
 from jax_distill.step import make_state
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -144,15 +141,6 @@ def test_the_teacher_has_neither_gradients_nor_moments(file):
     assert found.parts["store_batch"] == rows + 2 * (rows + results)  # 24 rows a shard: 3 batches
 
 
-def test_products_in_a_loop_count_as_often_as_it_turns():
-    def chain(x, weights):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
-
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 32), (5, 32, 32))]
-    text = jax.jit(chain).lower(*shapes).compile().as_text()
-    assert totals(read_hlo(text), product_flops) == {"flops": 5 * 2.0 * 16 * 32 * 32}
-
-
 def test_the_flops_of_a_step_are_those_of_its_products(small):
     """No remat would give 6 a parameter and token and attention's whole square; a layer's forward
     comes once more; the fused loss makes three products."""
@@ -162,54 +150,6 @@ def test_the_flops_of_a_step_are_those_of_its_products(small):
     counted = tokens * (8 * linears + 6 * 520 * 32 + 4 * attention)
     assert small.xla_flops_per_step == pytest.approx(counted, rel=0.02)
     assert small.flops_per_step == tokens * (6 * (linears + 520 * 32) + 6 * layers * 64 * length)
-
-
-def test_a_sum_over_devices_is_an_all_reduce_of_its_bytes():
-    mesh = sharding.make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
-    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
-    x = jax.ShapeDtypeStruct((6, 100), jnp.float32, sharding=split)
-    total = jax.jit(lambda x: x.sum(axis=0), out_shardings=whole)
-    found = totals(read_hlo(total.lower(x).compile().as_text()), travelling)
-    assert found == {"all-reduce": 1, "all-reduce bytes": 400.0}
-
-
-def test_gpu_products_are_read_from_their_calls():
-    """Lines of a module that XLA made for an H200; on a CPU there are none like them."""
-    text = """
-ENTRY %main (q: bf16[1,64,6,8], k: bf16[1,64,2,8], a: f32[16,32], b: f32[32,8]) -> f32[16,8] {
-  %q = bf16[1,64,6,8]{3,2,1,0} parameter(0)
-  %k = bf16[1,64,2,8]{3,2,1,0} parameter(1)
-  %a = f32[16,32]{1,0} parameter(2)
-  %b = f32[32,8]{1,0} parameter(3)
-  %fwd = (bf16[1,6,64,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "6", "64", "64"]}, "mask_type": "CAUSAL"}}
-  %bwd = (bf16[1,6,64,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "6", "64", "64"]}, "mask_type": "NO_MASK"}}
-  ROOT %c = (f32[16,8]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-}
-"""  # noqa: E501
-    square = 6 * 64 * 64 * 8
-    expected = 2 * 2 * square / 2 + 5 * 2 * square + 2 * 16 * 32 * 8
-    assert totals(read_hlo(text), product_flops) == {"flops": expected}
-
-
-def test_a_byte_is_counted_once_and_only_while_it_lives():
-    def value(start, size, first, last):
-        return Value("x", "{}", start, size, first, last, "f32[1]{0}")
-
-    values = [value(0, 10, 0, 2), value(0, 10, 2, 4), value(10, 5, 1, 1), value(5, 20, 4, 4)]
-    found = live_bytes(Temporaries(values, list("abcde")), ["a", "b", "b", "a"], ("b", "a"))
-    assert found["b"].tolist() == [0, 5, 10, 10, 10]
-    assert found["a"].tolist() == [10, 10, 0, 0, 15]
-
-
-def test_phases_are_read_from_jaxs_names():
-    names = {
-        "jit(step_fn)/jvp(loss)/while": "loss",
-        "jit(step_fn)/transpose(jvp(loss))/mul": "loss",
-        "jit(step_fn)/transpose(jvp())/while/body/dot_general": "backward",
-        "jit(step_fn)/jvp()/while": "forward",
-        "jit(step_fn)/add": "update",
-    }
-    assert {name: phase_of_source(name, "loss") for name in names} == names
 
 
 RUN = """

@@ -15,18 +15,27 @@ which inputs, d_hidden over hidden and an fp32 d_lm_head are 3.27):
       C = 256, 512, 2048, 4096 at 256K                                5.39, 5.58, 6.72, 8.24
       maximum and sum in two passes, not one running pair             4.03, one more read of a chunk
       dlogits in fp32, to bf16 inside both products                   4.28, so no bf16 copy is saved
+      fp32 logits by quarters of a chunk, one bf16 chunk of dlogits   3.66; C = 2048: 4.05
       T no multiple of C (32000)                                      4.03: the last chunk overlaps
       padding columns, soft-cap, τ = 2 with cross-entropy             4.03 each
       B = 8, T = 4096, C = 128                                        4.03
     fused, through value_and_grad of loss/count, C = 1024             4.78 (256K: 8.46)
+      C = 512, 2048, 4096                                             4.66, 5.04, 6.57
+      C = 512, 2048, 4096 at 256K                                     8.33, 8.72, 10.24
       d_hidden in fp16 with a scale per row, not bf16                 4.78; error 2.4e-3, not 3.0e-3
+    forward_chunked, C = 1024                                         20.80 (256K: 136.65)
+      masked rows and their [T,D] mask kept for the backward          21.18 (256K: 139.15)
 
 In XLA's program for a chunk of `kl_and_grads` what is [C,V] wide is touched so: the product writes
-fp32; a scatter blanks the K columns in place; one reduction reads it; one loop reads it and writes
-bf16; a scatter sets the K columns in place; two products read bf16, the head's gradient being added
-inside the second. That is one fp32 and one bf16 chunk, and seven of some 27 kernels. The fp32 head
-gradient is read and written once a chunk (4 GiB at these sizes, more than the 2.5 of the chunk
-itself), which a larger C pays for.
+fp32; a gather reads the K columns; a scatter blanks them in place; one reduction reads it; one loop
+reads it and writes bf16; a scatter sets the K columns in place; two products read bf16, the head's
+gradient being added inside the second. That is one fp32 and one bf16 chunk, 18 bytes moved for each
+of its logits in eight of some 27 kernels. Fewer passes would need what XLA does not do: a sum over
+columns inside the product that makes them, or a loop inside the product that reads them. The fp32
+head gradient is read and written once a chunk (4 GiB at these sizes, more than the 2.3 of the chunk
+itself), which a larger C pays for. Logits by quarters of a chunk have a chunk of C = 1024 fit where
+one of 512 does at half of that traffic, for four times as many small kernels: it waits for a GPU to
+tell what that costs, and C = 512 needs as little (3.65) without it.
 """
 
 import argparse

@@ -2,8 +2,10 @@
 
 Agreement is against float64: value and both gradients of the bucket over the K+1 outcomes, or of
 the KL over all of V for a peer that computes that. Peak memory is what the process held beyond its
-inputs (resident set), time the median call. Peers that are not installed are named and left out:
-`pip install liger-kernel`, `pip install trl datasets accelerate`.
+inputs (resident set). Time is the fastest call, beside the processor time of all its threads, which
+says the same where other programs share the cores. Peers that are not installed are named and left
+out: `pip install trl && pip install --no-deps liger-kernel` (whose kernels want a triton that its
+pure-torch losses do without).
 """
 
 import argparse
@@ -117,7 +119,8 @@ def contest(
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     missing = done.stderr.strip() if done.returncode == 3 else None
     row: dict[str, Any] = {**peer._asdict(), "missing": missing}
-    keys = ("value_error", "d_hidden_error", "d_lm_head_error", "seconds", "peak_mib")
+    errors = ("value_error", "d_hidden_error", "d_lm_head_error")
+    keys = (*errors, "seconds", "cpu_seconds", "peak_mib")
     if missing:
         return row | dict.fromkeys(keys)
     if done.returncode:
@@ -129,8 +132,8 @@ def contest(
         wanted = answer[name]
         error = np.linalg.norm(got[name] - wanted) / np.linalg.norm(wanted)
         row[f"{name}_error"] = float(error)
-    row["seconds"], row["peak_mib"] = float(got["seconds"]), float(got["peak_bytes"]) / 2**20
-    return row
+    times = {name: float(got[name]) for name in ("seconds", "cpu_seconds")}
+    return row | times | {"peak_mib": float(got["peak_bytes"]) / 2**20}
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
@@ -143,6 +146,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
         "d_hidden error",
         "d_lm_head error",
         "seconds",
+        "CPU s",
         "peak MiB",
         title=title,
     )
@@ -151,8 +155,8 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
             table.add_row(row["label"], row["computes"], str(row["products"]), row["missing"])
             continue
         errors = (f"{row[k]:.1e}" for k in ("value_error", "d_hidden_error", "d_lm_head_error"))
-        seconds, peak = f"{row['seconds']:.2f}", f"{row['peak_mib']:.0f}"
-        table.add_row(row["label"], row["computes"], str(row["products"]), *errors, seconds, peak)
+        cost = (f"{row['seconds']:.2f}", f"{row['cpu_seconds']:.2f}", f"{row['peak_mib']:.0f}")
+        table.add_row(row["label"], row["computes"], str(row["products"]), *errors, *cost)
     Console(width=140).print(table)
 
 

@@ -1,7 +1,8 @@
 """Time and peak memory of one function in a process of its own. Imports neither jax nor torch.
 
 A contestant of `bench peers` is a process, `python -m MODULE NAME INPUTS.npz OUTPUT.npz REPEATS`,
-that loads the inputs, calls `measure` and writes loss, gradients, seconds and peak_bytes.
+that loads the inputs, calls `measure` and writes loss, gradients, seconds, cpu_seconds and
+peak_bytes.
 """
 
 import resource
@@ -46,17 +47,24 @@ def forget_peak() -> None:
 
 
 def measure(function: Callable[[], Outcome], repeats: int) -> dict[str, Any]:
-    """Median seconds of `repeats` calls after one, and the peak beyond what was held before."""
-    forget_peak()
-    before = resident_bytes()
+    """Of `repeats` calls after one: the fastest one's seconds, the processor time of the least busy
+    one (all threads), and the peak beyond what was held before.
+
+    The least of each: what else runs on the machine only ever adds.
+    """
+    if tells := tells_memory():
+        forget_peak()
+    before = resident_bytes() if tells else 0
     outcome = function()
-    seconds = []
+    seconds, busy = [], []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         outcome = function()
         seconds.append(time.perf_counter() - start)
-    peak = peak_bytes() - before
-    return {**outcome._asdict(), "seconds": float(np.median(seconds)), "peak_bytes": peak}
+        busy.append(time.process_time() - cpu_start)
+    peak = peak_bytes() - before if tells else float("nan")
+    times = {"seconds": min(seconds), "cpu_seconds": min(busy)}
+    return {**outcome._asdict(), **times, "peak_bytes": peak}
 
 
 def run_contestant(contestants: dict[str, Callable[..., Callable[[], Outcome]]]) -> None:

@@ -56,6 +56,12 @@ PARTS = (
     "loss_chunk",
 )
 PHASES = ("forward", "loss", "backward", "update")
+GB = 1e9
+
+
+def gb(size: float) -> str:
+    """Bytes in GB, to a hundredth; to three digits below one, down to a KB."""
+    return f"{size / GB:.2f}" if abs(size) >= GB or abs(size) < 1e3 else f"{size / GB:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from jax_distill.config import Config, Failure, Refusal, load
-from jax_distill.plan.planning import Plan, make_plan
+from jax_distill.plan.planning import Plan, gb, make_plan
 from jax_distill.plan.target import Target, find_target
 from jax_distill.run import console, say
 
@@ -59,7 +59,7 @@ def outcome(plan: Plan | str) -> str:
     if isinstance(plan, str):
         return f"not possible: {plan}"
     word = "fits" if plan.fits else "does not fit"
-    return f"{plan.peak_bytes / 1e9:.2f} GB, {word}, {plan.compile_seconds:.0f} s"
+    return f"{gb(plan.peak_bytes)} GB, {word}, {plan.compile_seconds:.0f} s"
 
 
 def read_grid(words: Sequence[str]) -> dict[str, list[Any]]:

@@ -8,12 +8,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jax_distill.plan.planning import PARTS, Plan
+from jax_distill.plan.planning import GB, PARTS, Plan, gb
 from jax_distill.plan.search import Rows
 from jax_distill.plan.target import Target
 from jax_distill.run import console, say
 
-GB = 1e9
 WIDTH = 124
 """Columns of a table where no terminal says how wide it is."""
 NAMES = {
@@ -35,11 +34,6 @@ TITLE_KEYS = {
     ),
     "teacher": ("teacher.path", "data.sequence_length", "teacher.batch_size"),
 }
-
-
-def gb(size: float) -> str:
-    """Bytes in GB, to a hundredth; to three digits below one, down to a KB."""
-    return f"{size / GB:.2f}" if abs(size) >= GB or abs(size) < 1e3 else f"{size / GB:.3g}"
 
 
 def title_of(plan: Plan) -> str:

@@ -1,0 +1,83 @@
+"""What is read of XLA's text: products, what travels, what lies in memory when."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_distill import sharding
+from jax_distill.plan.buffers import Temporaries, Value, live_bytes, read_temporaries
+from jax_distill.plan.hlo import product_flops, read_hlo, totals, travelling
+from jax_distill.plan.planning import phase_of_source
+from jax_distill.plan.program import TEACHERS
+
+
+def test_products_in_a_loop_count_as_often_as_it_turns():
+    def chain(x, weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 32), (5, 32, 32))]
+    text = jax.jit(chain).lower(*shapes).compile().as_text()
+    assert totals(read_hlo(text), product_flops) == {"flops": 5 * 2.0 * 16 * 32 * 32}
+
+
+def test_a_sum_over_devices_is_an_all_reduce_of_its_bytes():
+    mesh = sharding.make_mesh(data=2, fsdp=1, devices=jax.devices()[:2])
+    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
+    x = jax.ShapeDtypeStruct((6, 100), jnp.float32, sharding=split)
+    total = jax.jit(lambda x: x.sum(axis=0), out_shardings=whole)
+    found = totals(read_hlo(total.lower(x).compile().as_text()), travelling)
+    assert found == {"all-reduce": 1, "all-reduce bytes": 400.0}
+
+
+def test_gpu_products_are_read_from_their_calls():
+    """Lines of a module that XLA made for an H200; on a CPU there are none like them."""
+    text = """
+ENTRY %main (q: bf16[1,64,6,8], k: bf16[1,64,2,8], a: f32[16,32], b: f32[32,8]) -> f32[16,8] {
+  %q = bf16[1,64,6,8]{3,2,1,0} parameter(0)
+  %k = bf16[1,64,2,8]{3,2,1,0} parameter(1)
+  %a = f32[16,32]{1,0} parameter(2)
+  %b = f32[32,8]{1,0} parameter(3)
+  %fwd = (bf16[1,6,64,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "6", "64", "64"]}, "mask_type": "CAUSAL"}}
+  %bwd = (bf16[1,6,64,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "6", "64", "64"]}, "mask_type": "NO_MASK"}}
+  ROOT %c = (f32[16,8]{1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+}
+"""  # noqa: E501
+    square = 6 * 64 * 64 * 8
+    expected = 2 * 2 * square / 2 + 5 * 2 * square + 2 * 16 * 32 * 8
+    assert totals(read_hlo(text), product_flops) == {"flops": expected}
+
+
+def test_a_byte_is_counted_once_and_only_while_it_lives():
+    def value(start, size, first, last):
+        return Value("x", "{}", start, size, first, last, "f32[1]{0}")
+
+    values = [value(0, 10, 0, 2), value(0, 10, 2, 4), value(10, 5, 1, 1), value(5, 20, 4, 4)]
+    found = live_bytes(Temporaries(values, list("abcde")), ["a", "b", "b", "a"], ("b", "a"))
+    assert found["b"].tolist() == [0, 5, 10, 10, 10]
+    assert found["a"].tolist() == [10, 10, 0, 0, 15]
+
+
+def test_phases_are_read_from_jaxs_names():
+    names = {
+        "jit(step_fn)/jvp(loss)/while": "loss",
+        "jit(step_fn)/transpose(jvp(loss))/mul": "loss",
+        "jit(step_fn)/transpose(jvp())/while/body/dot_general": "backward",
+        "jit(step_fn)/jvp()/while": "forward",
+        "jit(step_fn)/add": "update",
+    }
+    assert {name: phase_of_source(name, "loss") for name in names} == names
+    assert phase_of_source("jit(capture)/while/body/dot_general", TEACHERS) == "forward"
+    assert phase_of_source("jit(capture)/shmap_body/targets/top_k", TEACHERS) == "loss"
+
+
+def test_words_that_are_not_understood_give_nothing_rather_than_something(tmp_path):
+    assert read_temporaries(tmp_path) is None
+    (tmp_path / "m.buffer-assignment.txt").write_text(
+        "allocation 3: size 8, preallocated-temp:\n value: <7 add @0> (size=8,offset=0): f32[2]\n"
+    )
+    ranges = tmp_path / "m.live-range.txt"
+    ranges.write_text("  InstructionSequence:\n    0:add\n  BufferLiveRange:\n    add{}:0-0\n")
+    found = read_temporaries(tmp_path)
+    assert found == Temporaries([Value("add", "{}", 0, 8, 0, 0, "f32[2]")], ["add"])
+    ranges.write_text("  InstructionSequence:\n    0:add\n  Live ranges:\n    add: 0 to 0\n")
+    assert read_temporaries(tmp_path) is None
