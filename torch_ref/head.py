@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jax_distill.bench import process
 from jax_distill.config import Refusal, run_command
 from torch_ref.losses import IMPLEMENTATIONS
 
@@ -50,16 +51,22 @@ def inputs_of(options: argparse.Namespace, tokens: int, device: str) -> list[Ten
 def run(
     implementation: str, options: argparse.Namespace, tokens: int, chunk_size: int, device: str
 ) -> tuple[float | None, float | None]:
-    """Median seconds of forward and backward, and the peak in GiB (CUDA); None: out of memory."""
-    cuda = device == "cuda"
+    """Median seconds of forward and backward, and their peak in GiB, inputs included.
+
+    None for both: out of memory. On a CPU the peak is what the process took beside what it held.
+    """
+    cuda, resident = device == "cuda", device == "cpu" and process.tells_memory()
+    seconds, held = [], 0
     try:
         if cuda:
             torch.cuda.empty_cache()
         hidden, lm_head, *targets = inputs_of(options, tokens, device)
         if cuda:  # what making them took is not the loss's
             torch.cuda.reset_peak_memory_stats()
-        seconds = []
-        for _ in range(options.repeats + 1):
+        for turn in range(options.repeats + 1):
+            if turn == 1 and resident:
+                process.forget_peak()
+                held = process.resident_bytes() - sum(x.nbytes for x in (hidden, lm_head, *targets))
             start = time.perf_counter()
             sums = IMPLEMENTATIONS[implementation](hidden, lm_head, *targets, chunk_size=chunk_size)
             gradients = torch.autograd.grad(sums.loss / sums.count, (hidden, lm_head))
@@ -69,7 +76,11 @@ def run(
             del sums, gradients
     except torch.OutOfMemoryError:
         return None, None
-    peak = torch.cuda.max_memory_allocated() / GIB if cuda else None
+    peak = None
+    if cuda:
+        peak = torch.cuda.max_memory_allocated() / GIB
+    elif resident:
+        peak = (process.peak_bytes() - held) / GIB
     return float(np.median(seconds[1:])), peak
 
 

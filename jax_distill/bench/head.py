@@ -33,9 +33,9 @@ gradient being added inside the second. That is one fp32 and one bf16 chunk, 18 
 of its logits in eight of some 27 kernels. Fewer passes would need what XLA does not do: a sum over
 columns inside the product that makes them, or a loop inside the product that reads them. The fp32
 head gradient is read and written once a chunk (4 GiB at these sizes, more than the 2.3 of the chunk
-itself), which a larger C pays for. Logits by quarters of a chunk have a chunk of C = 1024 fit where
-one of 512 does at half of that traffic, for four times as many small kernels: it waits for a GPU to
-tell what that costs, and C = 512 needs as little (3.65) without it.
+itself), which a larger C pays for. Logits made by quarters let C = 1024 do with what C = 512 needs,
+at half of that traffic and four times as many small kernels: whether that pays only a GPU can tell,
+so it is not in the code.
 """
 
 import argparse

@@ -30,6 +30,8 @@ class Objective:
             `renormalize` KL(p/P ‖ q) with P = Σ p_k;
             `truncate` Σ p_k log(p_k/q_k), which can be negative and is not clamped;
             `ignore` both sides renormalised over the K: blind outside K, identically 0 at K = 1.
+            It needs no logit but the K; the others are made all the same, since cross_entropy,
+            student_mass and top1_agreement are reported with every loss.
         divergence: over the K outcomes and the tail. `forward_kl` Σ p log(p/q); `reverse_kl`
             Σ q log(q/p) with log p floored at LOG_FLOOR; `jsd` β Σ p log(p/m) + (1−β) Σ q log(q/m)
             with m = β p + (1−β) q.
