@@ -34,13 +34,14 @@ def assert_close(
     theirs: Any,
     tolerance: float = FP32,
     *,
-    unit: float | None = None,
+    unit: float | np.ndarray | None = None,
     mean: float | None = None,
 ) -> None:
     """|ours − theirs| ≤ tolerance · unit everywhere, and ≤ mean · unit on average where `mean` is
-    given; `unit` is max |theirs| where it is not. Equal infinities are no difference; not finite
-    where theirs is finite fails, and so does NaN. A failure says rung, tensor, largest and mean
-    difference, where the largest is and what stands there."""
+    given; `unit` is max |theirs| where it is not, and may be one of each entry. Equal infinities
+    are no difference; not finite where theirs is finite fails, and so does NaN. A failure says
+    rung, tensor, largest and mean difference, where the largest is and what stands there (with
+    units of the entries, where it is furthest beyond what is allowed)."""
     ours, theirs = as_numpy(ours), as_numpy(theirs)
     assert ours.shape == theirs.shape, f"{rung}: {name} {ours.shape} against {theirs.shape}"
     with np.errstate(invalid="ignore"):
@@ -48,12 +49,14 @@ def assert_close(
     difference[np.isnan(difference)] = np.inf
     if unit is None:
         unit = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0)
-    where = tuple(map(int, np.unravel_index(difference.argmax(), difference.shape)))
-    average = np.inf if mean is None else mean * unit
-    assert difference.max() <= tolerance * unit and difference.mean() <= average, (
-        f"{rung}: {name} differs by {difference.max():.3g} at {where} (ours {ours[where]:.8g}, "
+    units = np.broadcast_to(unit, difference.shape)
+    beyond = difference - tolerance * units
+    where = tuple(map(int, np.unravel_index(beyond.argmax(), difference.shape)))
+    average = np.inf if mean is None else mean * units.mean()
+    assert beyond.max() <= 0 and difference.mean() <= average, (
+        f"{rung}: {name} differs by {difference[where]:.3g} at {where} (ours {ours[where]:.8g}, "
         f"theirs {theirs[where]:.8g}), {difference.mean():.3g} on average; allowed "
-        f"{tolerance * unit:.3g} ({tolerance:g} of {unit:.3g})"
+        f"{tolerance * units[where]:.3g} ({tolerance:g} of {units[where]:.3g})"
         + ("" if mean is None else f" and {average:.3g} on average")
     )
 

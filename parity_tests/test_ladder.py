@@ -38,6 +38,17 @@ def test_a_failure_on_average_alone_is_one():
     assert_close("steps", "w", ours + 0.01, theirs, 0.02, unit=1.0, mean=0.011)
 
 
+def test_each_entry_may_have_a_unit_of_its_own():
+    ours, theirs = planted((1, 2, 0), 0.5)
+    ours[0, 0, 0] += 0.01
+    units = np.full(theirs.shape, 1e-3)
+    units[1, 2, 0] = 1.0
+    said = message("steps", "w", ours, theirs, 1.0, unit=units)
+    assert "w differs by 0.01 at (0, 0, 0)" in said and "allowed 0.001 (1 of 0.001)" in said
+    units[0, 0, 0] = 0.02
+    assert_close("steps", "w", ours, theirs, 1.0, unit=units)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_fails_where_theirs_is(bad):
     ours, theirs = planted((0, 1, 3), bad)

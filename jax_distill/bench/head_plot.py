@@ -139,18 +139,20 @@ def _draw_paper(axes: Any, rows: Sequence[dict[str, Any]], paper: dict[Any, floa
         if tokens not in there:
             continue
         axes.plot(tokens, gib, "D", ms=8, mfc="white", mec=INK, mew=1.6, zorder=5)
-        above = implementation != "forward_chunked"
+        last = tokens == max(there)  # there it stands among the labels of the lines
+        taken = any(
+            row["tokens"] == tokens and 1 / APART < row["peak_gib"] / gib < APART for row in rows
+        )
         axes.annotate(
             f"paper, {implementation}: {gib:g}",
             (tokens, gib),
-            xytext=(-9, 5) if above else (-12, -10),
+            xytext=(12, -13 if taken else 0) if last else (-9, 5),
             textcoords="offset points",
-            ha="right",
-            va="bottom" if above else "top",
+            ha="left" if last else "right",
+            va="center" if last else "bottom",
             fontsize=8.5,
             color=INK,
-            zorder=6,
-            bbox={"boxstyle": "square,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.9},
+            annotation_clip=False,
         )
 
 

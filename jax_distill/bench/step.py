@@ -8,7 +8,9 @@ that a peak is its own. Beside the measured peak stands XLA's plan of the very p
         --setups dense,forward_chunked,fused_chunked,fused --steps 5
 
 Measured peak: on a GPU the allocator's highest mark, of one device; on a CPU the resident memory
-above what the process held before there was a state, of all devices together.
+above what the process held beside state and batch when the steps began, of all devices together.
+The plan is of one device. A CPU's matrix products allocate for themselves beside it: the quickstart
+takes 82, 162 and 411 MB with 2, 8 and 32 rows where 34, 77 and 249 are planned.
 """
 
 import argparse
@@ -169,14 +171,14 @@ def run_steps(
     program: Program, compiled: Any, target: Target, *, steps: int, seed: int, vocab_size: int
 ) -> tuple[float, int | None, float]:
     """Median seconds of `steps` steps after one, the peak in bytes, the last loss."""
-    on_cpu = not target.on_gpu
-    before = 0
-    if on_cpu and process.tells_memory():
-        process.forget_peak()
-        before = process.resident_bytes()
     shapes, batch_shapes = program.arguments
     state = state_like(shapes, seed)
     batch = batch_like(batch_shapes, vocab_size=vocab_size, seed=seed)
+    on_cpu, before = not target.on_gpu, 0
+    if on_cpu and process.tells_memory():
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves((state, batch)))
+        process.forget_peak()
+        before = process.resident_bytes() - held
     times, metrics = [], {}
     for _ in range(steps + 1):
         start = time.perf_counter()

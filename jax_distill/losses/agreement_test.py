@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from jax_distill import losses
@@ -23,6 +23,8 @@ FAST_COMPILE = {
 }
 if jax.version.__version_info__ < (0, 11):  # later compilers know no such option
     FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False  # a third of the time
+EPSILON = float(np.finfo(np.float32).eps)
+SLACK = 4.0
 EVERY = (*IMPLEMENTATIONS, "kl_and_grads")
 EVERYTHING: dict[str, Any] = {
     "temperature": 2.0,
@@ -99,17 +101,53 @@ def forward(implementation: str, data: dict[str, Any], **knobs: Any) -> LossSums
 
 def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
     """Of the whole array: ‖got − wanted‖ / ‖wanted‖."""
-    return float(np.linalg.norm(got - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    return float(np.linalg.norm(got - wanted)) / size(wanted)
 
 
-def assert_agrees(got: Any, wanted: Any, *, rtol: float = 2e-6) -> None:
-    """Sums to fp32 rounding of their own size, gradients by norm."""
+def size(wanted: np.ndarray) -> float:
+    """‖wanted‖, never 0."""
+    return max(float(np.linalg.norm(wanted)), 1e-30)
+
+
+def rounding(batch: Batch, wanted: dict[str, np.ndarray], **knobs: Any) -> dict[str, float]:
+    """How far each gradient moves, by norm, when every input and every logit moves by fp32's ε: a
+    gradient that is a small difference of large terms is known no better than that."""
+    random = np.random.default_rng(0)
+    columns = len(batch.lm_head)
+
+    def moved(values: np.ndarray) -> np.ndarray:
+        return values * (1 + EPSILON * random.normal(size=values.shape))
+
+    furthest = dict.fromkeys(wanted, 0.0)
+    for _ in range(4):
+        bias = np.zeros(columns) if batch.bias is None else moved(batch.bias)
+        _, gradients = float64_loss(
+            batch.replace(
+                hidden=moved(batch.hidden),
+                lm_head=moved(batch.lm_head),
+                teacher_logprobs=moved(batch.teacher_logprobs),
+                teacher_log_tail=moved(batch.teacher_log_tail),
+                bias=bias + EPSILON * random.normal(size=columns),
+            ),
+            **knobs,
+        )
+        for name, gradient in gradients.items():
+            distance = float(np.linalg.norm(gradient - wanted[name]))
+            furthest[name] = max(furthest[name], distance)
+    return furthest
+
+
+def assert_agrees(
+    got: Any, wanted: Any, *, rtol: float = 2e-6, slack: dict[str, float] | None = None
+) -> None:
+    """Sums to fp32 rounding of their own size, gradients by norm, and `slack` times SLACK more."""
     sums, gradients = got
     assert {"loss", "count"} <= sums.keys() and {"hidden", "lm_head"} <= gradients.keys()
     for name in sums.keys() & wanted[0].keys():
         assert sums[name] == pytest.approx(wanted[0][name], rel=rtol, abs=2e-5), name
     for name, gradient in gradients.items():
-        assert relative_error(gradient, wanted[1][name]) < rtol, name
+        allowed = rtol + SLACK * (slack or {}).get(name, 0.0) / size(wanted[1][name])
+        assert relative_error(gradient, wanted[1][name]) < allowed, name
 
 
 @st.composite
@@ -141,14 +179,19 @@ def test_every_objective_of_every_implementation_equals_float64(tail, divergence
     """Case 26: V of no block's size, T no multiple of C, a remainder shorter than C."""
 
     @seed(zlib.crc32(f"{tail} {divergence} {draws}".encode()))
-    @settings(max_examples=draws, deadline=None, database=None)
+    # A failure is not made smaller: each try compiles five programs.
+    @settings(max_examples=draws, deadline=None, database=None, phases=(Phase.generate,))
     @given(problems())
     def holds(problem):
         batch, knobs = problem
         knobs = {**knobs, "tail": tail, "divergence": divergence}
         wanted = float64_loss(batch, **knobs)
+        slack = rounding(batch, wanted[1], **knobs)
+        # Reverse KL's gradient is q·(log q − log p − KL): both of them near 100 at LOG_FLOOR, and
+        # fp32 holds neither finer than ε of its size.
+        rtol = 2e-6 + EPSILON * abs(wanted[0]["kl"]) / max(wanted[0]["count"], 1.0)
         for implementation in EVERY:
-            assert_agrees(run(implementation, batch, **knobs), wanted)
+            assert_agrees(run(implementation, batch, **knobs), wanted, rtol=rtol, slack=slack)
 
     holds()
 
