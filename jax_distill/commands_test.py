@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jax_distill import audit, evaluate, export, hf, report, sharding, student, teacher
+from jax_distill.card import model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import FromTeacher, Refusal, StudentConfig, as_dict, save
 from jax_distill.config_test import snapshot
@@ -64,7 +65,7 @@ def run(config, tmp_path) -> Path:
         "student_parameters": student.count_parameters(model.config),
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    card = export.model_card(summary=summary, config=as_dict(config), store="abc")
+    card = model_card(summary=summary, config=as_dict(config), store="abc")
     export.write_folder(folder / "export", model, student=start, dtype="float32", card=card)
     return folder
 

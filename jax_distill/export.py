@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_distill import hf
 from jax_distill.cache import read_manifest
+from jax_distill.card import model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     EXPORT_MARKS,
@@ -46,49 +47,6 @@ def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: 
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
         hf.save_weights(partial, model, model.config, dtype=jnp.dtype(dtype))
         (partial / "README.md").write_text(card, "utf-8")
-
-
-def model_card(*, summary: Mapping[str, Any], config: Mapping[str, Any], store: str) -> str:
-    """Where this student comes from and what it was measured to do, as the hub shows it."""
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        f"tags: [{'distillation, ' if config['teacher']['path'] else ''}jax-distill]",
-        "---",
-        "",
-        "# A distilled student" if config["teacher"]["path"] else "# A language model",
-        "",
-        f"Trained with jax_distill on {summary['tokens_trained']:,} tokens "
-        f"({summary['steps']:,} steps).",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| teacher | `{config['teacher']['path'] or 'none'}` |",
-        f"| parameters | {summary['student_parameters']:,} |",
-        f"| store fingerprint | `{store or 'not at hand'}` |",
-        f"| data | `{config['data']['path']}` |",
-        f"| loss | {config['loss']['divergence']}, tail {config['loss']['tail']}, "
-        f"temperature {config['loss']['temperature']}, ce_weight {config['loss']['ce_weight']} |",
-    ]
-    if summary.get("heldout"):
-        lines += [
-            "",
-            "Held-out text, per token (KL to the teacher over the whole vocabulary, nats):",
-            "",
-            "| model | KL | cross-entropy | perplexity | top-1 agreement |",
-            "|---|---|---|---|---|",
-        ]
-        for name, row in summary["heldout"].items():
-            lines.append(
-                f"| {name.replace('_', ' ')} | {row['kl']:.4f} | {row['cross_entropy']:.4f} "
-                f"| {row['perplexity']:.2f} | {row['top1_agreement']:.3f} |"
-            )
-    elif summary.get("validation"):
-        lines += ["", "Validation rows, per token, as training logged it at this step:", ""]
-        lines += [f"- {name}: {value:.4f}" for name, value in summary["validation"].items()]
-    lines += ["", "```yaml", yaml.safe_dump(dict(config), sort_keys=False).rstrip(), "```", ""]
-    return "\n".join(lines)
 
 
 def card_at(run: Path, step: int, model: Decoder) -> str:

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parent
 FLOORS = {
     "config": 0,
     "run": 1,
+    "card": 1,
     "data": 1,
     "cache": 1,
     "losses": 1,

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from jax_distill import evaluate, export, hf, report, sharding, student, teacher
 from jax_distill.cache import Store, vocabulary_conflict
+from jax_distill.card import model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     Config,
@@ -123,7 +124,8 @@ def fit(
     """Train `model` for `steps` optimizer steps, from the newest checkpoint in `folder` on.
 
     metrics.jsonl and checkpoints/ lie in `folder`. The model given is used up: its weights are
-    donated to the first step.
+    donated to the first step. `mfu` (on a card that `peak_bf16_flops` knows) is the step's counted
+    operations, see `train_flops_per_token`, / (its seconds · devices · the card's peak).
 
     Raises:
         Failure: the loss is not finite; names the step and the rows. Nothing of it is saved.
@@ -216,9 +218,12 @@ def fit(
     return nnx.merge(graphdef, state.params)
 
 
-def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> tuple[Path, Path]:
+def prepare_student(
+    config: Config, run: Path, teacher_folder: Path | None, *, trained: bool
+) -> tuple[Path, Path]:
     """(folder of the first weights, `<run>/student`): the latter has at least the student's
-    config.json and tokenizer, so that the run folder alone can be exported."""
+    config.json and tokenizer, so that the run folder alone can be exported. What a run that has
+    `trained` began with is left as it is."""
     inside = run / export.STUDENT_FOLDER
     if config.student.from_teacher is None:
         start = hf.local_folder(find_path(config.student.path))
@@ -230,6 +235,8 @@ def prepare_student(config: Config, run: Path, teacher_folder: Path | None) -> t
             check_tokenizers(inside, teacher.tokenizer_folder(config, teacher_folder))
         shutil.copyfile(start / "config.json", inside / "config.json")
         return start, inside
+    if trained and (inside / "config.json").is_file():
+        return inside, inside
     if teacher_folder is None:
         raise Refusal("expected teacher.path for student.from_teacher, got none; name a teacher")
     knobs = config.student.from_teacher
@@ -315,7 +322,7 @@ def final_table(
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
     """The whole job in order, each line a fact on disk or a model in memory."""
     teacher_files, teacher_folder = teacher.teacher_folders(config)
-    start, folder = prepare_student(config, run.path, teacher_files)
+    start, folder = prepare_student(config, run.path, teacher_files, trained=run.trained)
     train_store, heldout_store = teacher.write_stores(config)
     run.use_store(train_store.manifest.fingerprint)
     vocab_size = student_vocabulary(folder, train_store)
@@ -365,7 +372,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         model,
         student=folder,
         dtype=config.train.param_dtype,
-        card=export.model_card(
+        card=model_card(
             summary=summary, config=as_dict(config), store=train_store.manifest.fingerprint
         ),
     )

@@ -137,7 +137,7 @@ def test_a_student_cut_from_the_file_is_the_same(place, stores, tmp_path):
     assert all((got[name] == expected[name]).all() for name in expected)
 
     model = torch_model.load_model(start, dtype="float32")
-    torch_ref.student.export(model, by_torch, tmp_path / "export")
+    torch_ref.student.export(model, by_torch, tmp_path / "export", card="")
     for name in TOKENIZER_FILES:
         expected_bytes = (by_jax / name).read_bytes()
         assert (by_torch / name).read_bytes() == expected_bytes, name
@@ -151,7 +151,7 @@ def test_a_student_that_is_a_gguf_file_is_trained_and_exported_with_its_tokenize
     (tmp_path / "run").mkdir()
     _, inside = torch_ref.student.prepare_student(config, tmp_path / "run", None)
     model = torch_model.load_model(start, dtype="float32")
-    torch_ref.student.export(model, inside, tmp_path / "export")
+    torch_ref.student.export(model, inside, tmp_path / "export", card="")
     again = hf.load_model(tmp_path / "export")
     expected = tiny.model_by_hf_name(hf.load_model(hf.local_folder(start)))
     got = tiny.model_by_hf_name(again)

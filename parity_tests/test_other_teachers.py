@@ -167,8 +167,9 @@ def test_a_teacher_that_is_gone_is_not_missed(place, tmp_path, capsys):
     config = place.config("--teacher.path", str(tmp_path / "gone"))
     train_store, _ = teacher.write_stores(config)
     assert train_store.complete and teacher.teacher_folders(config) == (None, None)
-    assert torch_ref.train.live_teacher(config, train_store) is None
-    assert capsys.readouterr().out.count("the store alone teaches") == 2
+    path, why = torch_ref.train.live_teacher(config, train_store)
+    assert path is None and str(tmp_path / "gone") in why
+    assert capsys.readouterr().out.count("the store alone teaches") == 1
     cut = ["--student.path", "", "--student.from_teacher.layers", "[0]"]
     with pytest.raises(Refusal, match="gone"):
         teacher.teacher_folders(place.config("--teacher.path", str(tmp_path / "gone"), *cut))

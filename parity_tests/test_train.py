@@ -216,6 +216,10 @@ def test_the_run_folder_has_everything_that_is_promised(job):
     assert set(f"{promised} tensorboard student".split()) <= names
     page = (job.torch_run / "report.html").read_text("utf-8")
     assert "data:image/png;base64," in page and "top-1 agreement" in page and "http" not in page
+    card = (job.torch_run / "export/README.md").read_text("utf-8")
+    fingerprint = Store.open(str(job.place / "cache/train")).manifest.fingerprint
+    assert "Trained with jax_distill's torch_ref on" in card and "\n| student before |" in card
+    assert f"| store fingerprint | `{fingerprint}` |" in card and "\nloss:\n" in card
 
 
 def test_the_heldout_table_is_the_same(job):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jax_distill.bench import process
-from jax_distill.config import Refusal, run_command
+from jax_distill.config import CommandLine, Refusal, run_command
 from torch_ref.losses import IMPLEMENTATIONS
 
 GIB = 2**30
@@ -122,7 +122,7 @@ def measure(options: argparse.Namespace, on_row: Callable[[dict[str, Any]], None
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write the rows."""
-    parser = argparse.ArgumentParser(prog="python -m torch_ref.head", allow_abbrev=False)
+    parser = CommandLine("torch_ref.head")
     parser.add_argument("--tokens", default="8192,32768", help="T, several with commas")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=131072)

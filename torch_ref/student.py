@@ -127,10 +127,9 @@ def text_files(start: Path) -> list[str]:
     ]
 
 
-def export(model: Model, student: Path, out: Path) -> None:
+def export(model: Model, student: Path, out: Path, *, card: str) -> None:
     """An HF folder of the trained student: its weights; config.json (but for the dtype), tokenizer,
-    chat template and generation config as they are in `<run>/student`."""
-    card = "# A distilled student\n\nTrained with jax_distill's torch_ref.\n"
+    chat template and generation config as they are in `<run>/student`; `card` is its README.md."""
     config = student / "config.json"
     _write_folder(model, student, out, config_of=config, marks=EXPORT_MARKS, card=card)
 

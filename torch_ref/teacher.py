@@ -13,7 +13,6 @@ written from the same weights. The same command goes on after a kill.
 B rows, T positions, D hidden, V vocabulary, K stored tokens, S temperatures, N positions.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,15 @@ import torch
 from torch import Tensor
 
 from jax_distill.cache import Manifest, Store, create, teacher_fingerprint
-from jax_distill.config import Config, Failure, Refusal, load, run_command
+from jax_distill.config import (
+    CommandLine,
+    Config,
+    Failure,
+    Refusal,
+    check_writable,
+    load,
+    run_command,
+)
 from jax_distill.run import StepProgress, git_revision, say, versions
 from torch_ref.model import Head, Model, head, hidden_states, load_model, logits, place_of
 
@@ -177,6 +184,7 @@ def write_stores(config: Config, rows: str, *, device: str) -> list[Store]:
     sources = {split: Store.open(f"{rows}/{split}") for split in splits}
     for each in sources.values():
         each.require_complete()
+    check_writable(config.cache.path, "cache.path")
     model = load_model(config.teacher.path, dtype=config.teacher.dtype, device=device)
     stores = []
     for split in splits:
@@ -200,9 +208,7 @@ def default_device() -> str:
 
 def main(argv: Sequence[str]) -> None:
     """`python -m torch_ref.teacher --rows STORES [--device cpu] --config X.yaml [--key value …]`"""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_ref.teacher", allow_abbrev=False, add_help=False
-    )
+    parser = CommandLine("torch_ref.teacher", add_help=False)
     parser.add_argument("--rows", help="folder with the stores of rows, train and heldout")
     parser.add_argument("--device", default=default_device(), help="cpu or cuda")
     options, rest = parser.parse_known_args(argv)

@@ -6,7 +6,6 @@ with transformers' own models. The stores must be there (`python -m jax_distill.
 stores. The same command resumes. What it cannot do as configured is refused by name.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,9 @@ import torch
 
 from jax_distill import report
 from jax_distill.cache import Store, teacher_fingerprint
+from jax_distill.card import model_card
 from jax_distill.config import (
+    CommandLine,
     Config,
     Failure,
     Refusal,
@@ -227,30 +228,26 @@ def student_vocabulary(model: Model, folder: Path, store: Store) -> int:
     return min(length, columns)
 
 
-def live_teacher(config: Config, store: Store) -> str | None:
-    """`teacher.path`, for what needs the live teacher; None, and a line says so, where it is not
-    here: the store alone teaches.
+def live_teacher(config: Config, store: Store) -> tuple[str | None, str]:
+    """(`teacher.path`, for what needs the live teacher, or None where the store alone teaches; why
+    it is not here).
 
     Raises:
         Refusal: the store was made with another teacher.
     """
     if not config.teacher.path:
-        return None
+        return None, ""
     try:
         place = place_of(config.teacher.path)
     except Refusal as refusal:
-        say(
-            "the store alone teaches, without held-out table, which needs the live teacher: "
-            f"{refusal}"
-        )
-        return None
+        return None, str(refusal)
     found, stored = teacher_fingerprint(place), store.manifest.teacher_fingerprint
     if store.manifest.top_k and found != stored:
         raise Refusal(
             f"expected the teacher that the store at {store.path} was made with (fingerprint "
             f"{stored}), got {found} at {place}; give another cache.path, or that teacher"
         )
-    return config.teacher.path
+    return config.teacher.path, ""
 
 
 def open_stores(config: Config) -> tuple[Store, Store]:
@@ -271,7 +268,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     stores = open_stores(config)
     train_store, heldout_store = stores
     run.use_store(train_store.manifest.fingerprint)
-    teacher_path = live_teacher(config, train_store)
+    teacher_path, missing = live_teacher(config, train_store)
     start, folder = prepare_student(config, run.path, teacher_path)
     steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
 
@@ -283,6 +280,11 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
 
     model = student()
     vocab_size = student_vocabulary(model, folder, train_store)
+    if missing:
+        say(
+            "the store alone teaches, without held-out table, which needs the live teacher: "
+            + missing
+        )
     knobs: dict[str, Any] = {"stores": stores, "steps": steps, "vocab_size": vocab_size}
     fit(config, run.path, model, what="student", **knobs)
     models = {"student_before": student(), "student": model}
@@ -305,7 +307,6 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
             say(f"held-out text, {name}: {shown}")
     records = read_metrics(run.path / "metrics.jsonl")
     last: dict[str, Any] = next((r for r in reversed(records) if "heldout_loss" in r), {})
-    export(model, folder, run.path / "export")
     summary = {
         "heldout": table,
         "validation": {k: v for k, v in last.items() if k.startswith("heldout_")},
@@ -320,6 +321,13 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
             "bytes_per_token": train_store.nbytes / max(train_store.tokens, 1),
         },
     }
+    card = model_card(
+        summary=summary,
+        config=as_dict(config),
+        store=train_store.manifest.fingerprint,
+        program="jax_distill's torch_ref",
+    )
+    export(model, folder, run.path / "export", card=card)
     write_json(run.path / "summary.json", summary)
     report.write_report(run.path, summary)
     say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json, report.html")
@@ -327,9 +335,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Train as configured, with PyTorch."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_ref.train", allow_abbrev=False, add_help=False
-    )
+    parser = CommandLine("torch_ref.train", add_help=False)
     parser.add_argument("--device", default=default_device(), help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="compile the decoder")
     options, rest = parser.parse_known_args(argv)

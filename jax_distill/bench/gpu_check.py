@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_distill import losses
 from jax_distill.bench import head, peers
-from jax_distill.config import Failure, run_command
+from jax_distill.config import CommandLine, Failure, run_command
 from jax_distill.devices import NO_AUTOTUNING
 
 LIMITS = {"float32": 2e-5, "bfloat16": 4e-3}
@@ -92,8 +92,7 @@ def cases_of(toy: bool) -> list[head.Case]:
 
 def main(argv: Sequence[str]) -> int:
     """Raises Failure where an implementation is wrong; the rows are written all the same."""
-    prog = "python -m jax_distill.bench gpu_check"
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False)
+    parser = CommandLine("jax_distill.bench gpu_check")
     parser.add_argument("--toy", action="store_true", help="a CPU's size")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=210.0, help="begin no case after these")

@@ -57,7 +57,7 @@ from rich.table import Table
 from jax_distill import devices, losses
 from jax_distill.bench import process
 from jax_distill.bench.head_plot import draw
-from jax_distill.config import Refusal
+from jax_distill.config import CommandLine, Refusal
 
 PRODUCTS = {
     "dense": 3,
@@ -331,7 +331,7 @@ def numbers(text: str) -> list[int]:
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     """The command line and the cases it asks for."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.bench head", allow_abbrev=False)
+    parser = CommandLine("jax_distill.bench head")
     parser.add_argument("--tokens", default="32768,262144", help="T, several with commas")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=131072)

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jax_distill.config import Failure
+from jax_distill.config import CommandLine, Failure
 
 
 class Peer(NamedTuple):
@@ -162,7 +162,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Make the inputs, run every peer on them, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m jax_distill.bench peers", allow_abbrev=False)
+    parser = CommandLine("jax_distill.bench peers")
     for name, default in (("tokens", 1024), ("hidden", 256), ("vocab", 32768), ("top_k", 100)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--chunk_size", type=int, default=128)

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from jax_distill import devices, losses
 from jax_distill.bench import process
-from jax_distill.config import Config, Failure, Refusal, load
+from jax_distill.config import CommandLine, Config, Failure, Refusal, load
 from jax_distill.model import ModelConfig
 from jax_distill.plan.program import Program, make_program, student_columns
 from jax_distill.plan.target import Target, find_target
@@ -239,9 +239,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Our own options, the setups, and what is left for the configuration."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_distill.bench step",
-        allow_abbrev=False,
+    parser = CommandLine(
+        "jax_distill.bench step",
         epilog="every other --key value is the configuration's, as for jax_distill.train",
     )
     names = ",".join(losses.IMPLEMENTATIONS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_distill.config import Config, Refusal
+from jax_distill.config import CommandLine, Config, Refusal
 from jax_distill.devices import GPUS
 from jax_distill.plan import search, show
 from jax_distill.plan.planning import Plan, make_plan
@@ -24,11 +24,10 @@ def main(config: Config, *, device: str = "h200", devices: int = 1, step: str = 
 
 def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The planner's own options, and the rest, which is the configuration's."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_distill.plan",
+    parser = CommandLine(
+        "jax_distill.plan",
         description="What a step needs of each device, as XLA plans it.",
         epilog="Every key of the configuration is an option too, as for jax_distill.train.",
-        allow_abbrev=False,
     )
     known = ", ".join(GPUS)
     parser.add_argument("--device", default="h200", help=f"{known}; cpu; local: the GPU here")
