@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jax_distill import config as c
 
@@ -128,6 +129,39 @@ def test_a_package_path_names_both_parts(path):
 def test_a_file_that_a_package_lacks_is_refused_with_a_cure():
     with pytest.raises(c.Refusal, match="expected nothing.gguf in .* pip show --files pyyaml"):
         c.find_path("package:pyyaml:nothing.gguf")
+
+
+def test_a_path_names_a_file_of_a_package_a_shipped_one_or_what_lies_here(tmp_path, monkeypatch):
+    found = Path(c.find_path("package:pyyaml:yaml/loader.py"))
+    assert found.is_absolute() and "class SafeLoader" in found.read_text()
+    monkeypatch.chdir(tmp_path)  # away from the checkout
+    shipped = c.find_path("configs/quickstart.yaml")
+    assert Path(shipped).is_absolute() and c.read_yaml(shipped)["teacher"]
+    for path in ("configs/none.yaml", "none/configs/quickstart.yaml", "text.jsonl", ""):
+        assert c.find_path(path) == path
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").write_text(BASE)
+    assert c.find_path("configs/quickstart.yaml") == "configs/quickstart.yaml"
+    assert c.load([]).student.from_teacher == c.FromTeacher(layers=[0, 5])
+
+
+def test_print_config_shows_what_results_and_does_nothing(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config", base, "--loss.chunk_size", "7", "--data.path", "[{path: a, weight: 2}]"]
+    for place in (0, 2, len(words)):  # wherever it stands
+        with pytest.raises(SystemExit) as end:
+            c.load([*words[:place], "--print_config", *words[place:]])
+        assert end.value.code == 0
+        shown = capsys.readouterr().out
+        (tmp_path / "shown.yaml").write_text(shown)
+        again = c.load(["--config", "shown.yaml"])
+        assert again == c.load(words) and again.loss.chunk_size == 7
+        assert again.output_dir == "runs/x"  # resolved
+        assert list(yaml.safe_load(shown)) == [f.name for f in dataclasses.fields(c.Config)]
+    for wrong in (["--loss.chunk", "7"], ["--train.steps", "0"]):
+        with pytest.raises(c.Refusal):
+            c.load([*words, *wrong, "--print_config"])
+    assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
 
 
 def test_every_key_of_the_schema_is_an_option(base):

@@ -250,9 +250,18 @@ BF16_TFLOPS = {
 }
 
 
+# What the driver adds to a name without a change of speed.
+EDITIONS = (" Workstation Edition", " Server Edition")
+
+
 def peak_bf16_flops(device_kind: str) -> float | None:
-    """FLOP/s that a card's data sheet promises, by the name the driver reports; None if unknown."""
+    """FLOP/s that a card's data sheet promises, by the name the driver reports; None if unknown.
+
+    The whole name counts: an H20 is no H200, and a laptop's RTX 4090 not the desktop's.
+    """
+    for edition in EDITIONS:
+        device_kind = device_kind.removesuffix(edition)
     for key, gpu in GPUS.items():
-        if gpu.name in device_kind or device_kind in gpu.name:
+        if device_kind == gpu.name:
             return BF16_TFLOPS[key] * 1e12
     return None

@@ -16,8 +16,8 @@ from jax_distill.config import LossConfig, Refusal
 from jax_distill.model import Decoder
 from jax_distill.optimizer import learning_rate_schedule, make_optimizer
 from jax_distill.step import TrainState, make_state, make_train_step
+from jax_distill.step_test import uneven_batch
 from jax_distill.teacher_test import model_config
-from jax_distill.train_test import uneven_batch
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),

@@ -19,7 +19,7 @@ from jax_distill.cache_test import small as small_store
 from jax_distill.config import Refusal, load
 from jax_distill.optimizer import optimizer_of
 from jax_distill.plan import PARTS, command, program, search, show, suggest, target
-from jax_distill.step import make_state
+from jax_distill.step import make_state, state_shapes
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_cuda13_plugin")
@@ -103,7 +103,7 @@ def test_the_abstract_state_is_the_state_that_training_begins_with(file):
     architecture = program.student_architecture(config)
     model = program.abstract_decoder(architecture, here, mesh, **knobs)
     optimizer, _ = optimizer_of(config.optimizer, steps=4, seed=0)
-    _, planned = program.abstract_state(model, optimizer, mesh)
+    _, planned = state_shapes(model, optimizer, mesh)
     real = train.load_on_mesh(Path(config.student.path), config, mesh)
     _, state = make_state(real, optimizer, mesh)
 

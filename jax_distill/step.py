@@ -55,6 +55,7 @@ def batch_sums(
         kl_weight=loss.kl_weight,
         ce_weight=loss.ce_weight,
         z_loss_weight=loss.z_loss_weight,
+        valid_first=loss.valid_first,
     )
 
 
@@ -244,24 +245,39 @@ def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     return 6.0 * products + 6.0 * layers * heads * sequence_length
 
 
-def make_state(model: Decoder, optimizer: Any, mesh: Mesh) -> tuple[Any, TrainState]:
-    """The model's graph, and the first state with every leaf in its place on the mesh.
+def state_shapes(model: Decoder, optimizer: Any, mesh: Mesh) -> tuple[Any, TrainState]:
+    """The model's graph, and shape, dtype and place of every leaf of its training state.
 
-    A moment lies where its parameter does; what has another shape (counters, adafactor's factors)
-    is on every device.
+    `model` has arrays or placed shapes. A moment lies where its parameter does; what has another
+    shape (counters, adafactor's factors) is on every device.
     """
     graphdef, params = nnx.split(model, nnx.Param)
     everywhere = sharding.replicated(mesh)
+    moments = jax.eval_shape(optimizer.init, params)
 
-    def beside(leaf: jax.ShapeDtypeStruct, param: jax.Array) -> Any:
+    def beside(leaf: jax.ShapeDtypeStruct, param: Any) -> Any:
         return param.sharding if leaf.shape == param.shape else everywhere
 
+    def placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
     places = optax.tree_map_params(
-        optimizer,
-        beside,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda _: everywhere,
+        optimizer, beside, moments, params, transform_non_params=lambda _: everywhere
     )
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return graphdef, TrainState(
+        params=jax.tree.map(lambda leaf: placed(leaf, leaf.sharding), params),
+        opt_state=jax.tree.map(placed, moments, places),
+        step=counter,
+    )
+
+
+def make_state(model: Decoder, optimizer: Any, mesh: Mesh) -> tuple[Any, TrainState]:
+    """The model's graph, and its first state, every leaf in its place on the mesh."""
+    graphdef, shapes = state_shapes(model, optimizer, mesh)
+    params = nnx.state(model, nnx.Param)
+    places = jax.tree.map(lambda leaf: leaf.sharding, shapes.opt_state)
     opt_state = jax.jit(optimizer.init, out_shardings=places)(params)
-    return graphdef, TrainState(params, opt_state, jax.device_put(jnp.int32(0), everywhere))
+    return graphdef, TrainState(
+        params, opt_state, jax.device_put(jnp.int32(0), shapes.step.sharding)
+    )

@@ -55,6 +55,7 @@ from jax_distill.step import (
     make_state,
     make_train_step,
     means,
+    state_shapes,
     train_flops_per_token,
 )
 
@@ -137,15 +138,14 @@ def fit(
     flops = tokens_per_step * train_flops_per_token(
         model.config, train_store.manifest.sequence_length
     )
-    graphdef, state = make_state(model, optimizer, mesh)
-    del model
+    graphdef, shapes = state_shapes(model, optimizer, mesh)
     train_step = make_train_step(
         graphdef,
         optimizer,
         schedule,
         loss=config.loss,
         vocab_size=vocab_size,
-        places=jax.tree.map(lambda leaf: leaf.sharding, state),
+        places=jax.tree.map(lambda leaf: leaf.sharding, shapes),
         layerwise=config.optimizer.layerwise,
         seed=config.seed,
     )
@@ -159,9 +159,14 @@ def fit(
             "set another --output_dir for a shorter run"
         )
     if first:
-        found = checkpoints.restore(first, params=state.params, opt_state=state.opt_state)
-        state = TrainState(step=state.step + first, **found)
+        for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+            leaf.delete()  # two states at once may not fit
+        found = checkpoints.restore(first, params=shapes.params, opt_state=shapes.opt_state)
+        state = TrainState(step=jax.device_put(jnp.int32(first), shapes.step.sharding), **found)
         say(f"{what}: resumed at step {first} of {steps}")
+    else:
+        _, state = make_state(model, optimizer, mesh)
+    del model
     if not evaluate.validation_rows(heldout_store).size:
         say("no held-out rows to choose by: the best checkpoint is the last")
     metrics = Metrics(folder, resume_step=first)

@@ -1,6 +1,7 @@
 """The whole job on a tiny teacher: what it leaves behind, what it refuses, what must not matter."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_distill import evaluate, export, hf, sharding, student, train
 from jax_distill.cache import Store
+from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     CacheConfig,
     Config,
@@ -28,21 +31,32 @@ from jax_distill.config import (
     MeshConfig,
     OptimizerConfig,
     Refusal,
+    Source,
     StudentConfig,
     TeacherConfig,
     TrainConfig,
     save,
 )
+from jax_distill.config_test import snapshot
+from jax_distill.data import row_indices
 from jax_distill.optimizer import make_optimizer
 from jax_distill.run import read_metrics
 from jax_distill.step import make_state, make_train_step, train_flops_per_token
-from jax_distill.teacher_test import hf_folder, model_config, random_model, text_file
+from jax_distill.teacher_test import hf_folder, model_config, text_file
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
+
+
+# The user's words are w100…w199, the assistant's w200…w299; w1 opens and w2 ends an answer.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}w1 {{ message.content }} w2 "
+    "{% else %}w3 {{ message.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}w1 {% endif %}"
+)
 
 
 def make_config(folder: Path, **changes) -> Config:
@@ -78,6 +92,9 @@ def make_config(folder: Path, **changes) -> Config:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("job")
     hf_folder(folder / "teacher")
+    (folder / "teacher/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    settings = {"eos_token_id": [2, 7], "do_sample": True, "temperature": 0.6}
+    (folder / "teacher/generation_config.json").write_text(json.dumps(settings))
     text_file(folder / "text.jsonl", documents=150)
     return folder
 
@@ -85,6 +102,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(folder) -> Path:
     """A finished run; the tests only read it."""
+    compilation_cache.reset_cache()  # other tests of this process may have set it elsewhere or off
     with jax.numpy_dtype_promotion("standard"):
         train.main(make_config(folder))
     return folder / "run"
@@ -115,7 +133,7 @@ def test_the_run_folder_is_whole(finished):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_export_holds_the_last_checkpoint_and_the_students_own_files(finished, tmp_path):
+def test_export_holds_the_last_checkpoint_and_the_students_own_files(folder, finished, tmp_path):
     """Cases 31 and 38: exported again from the checkpoint, and nothing but the weights changed."""
     export.main([str(finished), str(tmp_path / "again")])
     ours = hf.load_model(finished / "export")
@@ -129,10 +147,9 @@ def test_export_holds_the_last_checkpoint_and_the_students_own_files(finished, t
     assert {k: v for k, v in after.items() if "dtype" not in k} == {
         k: v for k, v in start.items() if "dtype" not in k
     }
-    for name in ("tokenizer.json",):
-        assert (finished / "export" / name).read_bytes() == (
-            finished / "student" / name
-        ).read_bytes()
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        for place in (finished / "export", tmp_path / "again"):
+            assert (place / name).read_bytes() == (folder / "teacher" / name).read_bytes(), name
     card = (finished / "export/README.md").read_text()
     assert "store fingerprint" in card and "ce baseline" in card
 
@@ -210,20 +227,34 @@ def test_fewer_steps_than_are_done_are_refused(folder, finished):
 
 
 def test_neither_a_fresh_nor_a_resumed_run_compiles_its_step_twice(folder, finished, monkeypatch):
-    made = []
+    """And a resumed one holds no other state while it reads the saved one."""
+    made, held = [], []
 
     def remembered(*words, **knobs):
         made.append(make_train_step(*words, **knobs))
         return made[-1]
 
+    def bytes_held() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    def weighed(self, *words, **like):
+        held.append(bytes_held())
+        return restore(self, *words, **like)
+
+    restore = Checkpoints.restore
+    monkeypatch.setattr(Checkpoints, "restore", weighed)
     monkeypatch.setattr(train, "make_train_step", remembered)
     config = make_config(folder, output_dir=str(folder / "compiled"))
     constant = dataclasses.replace(config.optimizer, schedule="constant")
     short = dataclasses.replace(config.train, ce_baseline=False, steps=3)
     config = dataclasses.replace(config, optimizer=constant, train=short)
     train.main(config)
+    before = bytes_held()
     train.main(dataclasses.replace(config, train=dataclasses.replace(short, steps=6)))
     assert [step._cache_size() for step in made] == [1, 1]
+    weights = hf.load_model(folder / "compiled/student")
+    assert held[0] - before < sum(w.nbytes for w in jax.tree.leaves(nnx.state(weights))) / 4
 
 
 def test_sigterm_saves_and_the_same_command_goes_on_to_the_same_numbers(folder, finished, capsys):
@@ -262,71 +293,6 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_rows_and_spares_the_check
     model, step = export.restore_student(broken, "latest")
     assert step >= 1
     assert not (broken / "summary.json").exists()
-
-
-def one_step(batch: dict, *, devices: int, micro: int, loss: LossConfig):
-    """Parameters and numbers after one step of plain SGD."""
-    mesh = jax.make_mesh(
-        (devices, 1),
-        ("data", "fsdp"),
-        devices=jax.devices()[:devices],
-        axis_types=(jax.sharding.AxisType.Auto,) * 2,
-    )
-    model = random_model(1)
-    state = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.device_put(state, sharding.replicated(mesh)))
-    schedule = lambda _: jnp.float32(1.0)  # noqa: E731
-    optimizer = make_optimizer("sgd", schedule, b1=0.0, b2=0.0, weight_decay=0.0, clip_norm=None)
-    graphdef, start = make_state(model, optimizer, mesh)
-    step = make_train_step(graphdef, optimizer, schedule, loss=loss, vocab_size=300)
-    split = {k: v.reshape(-1, micro, *v.shape[1:]) for k, v in batch.items()}
-    after, numbers = step(start, sharding.place_batch(mesh, split, leading=1))
-    return jax.device_get(after.params), jax.device_get(numbers)
-
-
-def uneven_batch(lengths: list[int]) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    rows, length, top_k = len(lengths), 16, 5
-    tokens = rng.integers(0, 300, (rows, length), dtype=np.int32)
-    inside = np.arange(length)[None] < np.array(lengths)[:, None]
-    logits = rng.normal(size=(rows, length, top_k)).astype(np.float32)
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True)) + np.log(np.float32(0.8))
-    ids = np.argsort(rng.random((rows, length, 300)), axis=-1)[..., :top_k]
-    return {
-        "tokens": tokens,
-        "labels": np.roll(tokens, -1, axis=1),
-        "segment_ids": inside.astype(np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy(),
-        "mask": inside & (np.arange(length)[None] < np.array(lengths)[:, None] - 1),
-        "teacher_indices": ids.astype(np.int32),
-        "teacher_logprobs": logprobs,
-        "teacher_log_tail": np.full((rows, length), np.log(0.2), np.float32),
-        "teacher_count": np.full((rows, length), top_k, np.int32),
-    }
-
-
-@pytest.mark.parametrize(("devices", "micro"), [(1, 4), (1, 2), (1, 1), (2, 8), (4, 4), (2, 2)])
-def test_micro_batches_and_devices_do_not_change_the_update(devices, micro):
-    """Case 27: uneven lengths, one denominator."""
-    batch = uneven_batch([2, 2, 2, 2, 16, 16, 16, 16])
-    loss = LossConfig(chunk_size=5, ce_weight=0.5)
-    expected, numbers = one_step(batch, devices=1, micro=8, loss=loss)
-    got, others = one_step(batch, devices=devices, micro=micro, loss=loss)
-    for left, right in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(left, right, rtol=2e-5, atol=1e-6)
-    assert others["loss"] == pytest.approx(numbers["loss"], rel=1e-6)
-    assert others["valid_tokens"] == 64
-
-
-def test_a_batch_without_a_valid_token_changes_nothing():
-    """Case 11."""
-    batch = uneven_batch([16] * 8)
-    batch["mask"][:] = False
-    params, numbers = one_step(batch, devices=1, micro=8, loss=LossConfig(chunk_size=5))
-    assert numbers["loss"] == 0 and numbers["gradient_norm"] == 0
-    before = jax.tree.leaves(nnx.state(random_model(1), nnx.Param))
-    for left, right in zip(before, jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(left, right)
 
 
 def test_the_step_compiles_once(folder, finished):
@@ -408,13 +374,6 @@ def test_another_tokenizer_is_refused_before_training(folder, finished, tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-def test_flops_are_the_formula():
-    config = model_config()
-    layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48
-    expected = 6 * (2 * layer + 320 * 32) + 6 * 2 * 32 * 24
-    assert train_flops_per_token(config, 24) == expected
-
-
 @pytest.mark.parametrize(("devices", "data", "fsdp"), [(1, 1, 1), (2, 1, 2), (4, 2, 2)])
 def test_the_whole_run_is_the_same_on_any_number_of_devices(
     folder, finished, tmp_path, devices, data, fsdp
@@ -441,13 +400,157 @@ def test_the_whole_run_is_the_same_on_any_number_of_devices(
         np.testing.assert_allclose(*numbers, rtol=1e-5, err_msg=key)
 
 
-def test_a_trace_is_written_for_the_steps_asked_for(folder, finished):
-    config = make_config(folder, output_dir=str(folder / "traced"))
+def test_a_second_process_finds_compiled_programs_and_writes_the_trace_asked_for(
+    folder, finished, tmp_path
+):
+    """The programs are those that `finished` compiled: the persistent cache is on."""
+    config = make_config(folder, output_dir=str(tmp_path / "run"))
+    knobs = dict(ce_baseline=False, profile_steps=[1, 2])
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **knobs))
+    save(config, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "jax_distill.train", "--config", str(tmp_path / "config.yaml")]
+    done = subprocess.run(
+        command, env={**os.environ, "JAX_LOG_COMPILES": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "compilation cache hit for 'jit_step_fn'" in done.stderr
+    assert list((tmp_path / "run/profile").rglob("*.xplane.pb"))
+
+
+# ---- other text than JSONL, other numbers than fp32 ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(folder, finished) -> Path:
+    """A run on three parts of token arrays and one of text, on a card of 1 TFLOP/s."""
+    rng = np.random.default_rng(1)
+    arrays = rng.integers(150, 300, (150, 20), dtype=np.uint16)
+    np.save(folder / "tokens.npy", arrays)
+    lines = [
+        " ".join(f"w{i}" for i in rng.integers(1, 150, rng.integers(3, 40))) for _ in range(150)
+    ]
+    (folder / "words.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
+    config = make_config(
+        folder,
+        output_dir=str(folder / "mixed"),
+        cache=dataclasses.replace(make_config(folder).cache, path=str(folder / "mixed/cache")),
+    )
+    path = [Source(str(folder / "tokens.npy"), 3.0), Source(str(folder / "words.jsonl"), 1.0)]
     config = dataclasses.replace(
         config,
-        train=dataclasses.replace(
-            config.train, steps=3, ce_baseline=False, profile_steps=[1, 2], eval_every=None
-        ),
+        data=dataclasses.replace(config.data, path=path, format="auto"),
+        train=dataclasses.replace(config.train, ce_baseline=False),
     )
-    train.main(config)
-    assert list((folder / "traced/profile").rglob("*.xplane.pb"))
+    with jax.numpy_dtype_promotion("standard"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "peak_bf16_flops", lambda kind: 1e12)
+        train.main(config)
+    return folder / "mixed"
+
+
+def test_token_arrays_and_text_are_trained_on_in_the_shares_asked_for(mixed):
+    store = Store.open(str(mixed / "cache/train"))
+    everything = store.read(range(store.rows))
+    tokens = everything["tokens"][everything["segment_ids"] > 0]
+    of_arrays = int((tokens >= 150).sum())
+    assert abs(of_arrays - 3 * (len(tokens) - of_arrays)) <= 3 * 40  # a document more or less
+    rows = json.loads((mixed / "summary.json").read_text())["heldout"]
+    assert rows["student"]["kl"] < rows["student_before"]["kl"]
+    hf.load_model(mixed / "export")
+
+
+def test_mfu_is_the_counted_operations_over_the_peak_of_all_devices(mixed, finished):
+    per_token = train_flops_per_token(hf.model_config(hf.read_config(mixed / "student")), 24)
+    for record in read_metrics(mixed / "metrics.jsonl"):
+        flops = record["tokens_per_second"] * per_token
+        assert record["tflops_per_second"] == pytest.approx(flops / 1e12)
+        assert record["mfu"] == pytest.approx(flops / (1e12 * len(jax.devices())))
+    records = read_metrics(finished / "metrics.jsonl")  # on a CPU, whose peak nobody knows
+    assert all("tflops_per_second" in r and "mfu" not in r for r in records)
+
+
+@pytest.fixture(scope="module")
+def chatted(folder) -> tuple[Path, list[str]]:
+    """A run in bf16 on conversations, most of them without an answer, and what it said."""
+    rng, talks = np.random.default_rng(2), []
+    for number in range(120):
+        asked, answered = (
+            " ".join(f"w{first + i}" for i in rng.integers(0, 100, 8)) for first in (100, 200)
+        )
+        talks.append([{"role": "user", "content": asked}])
+        if number % 6 == 0:
+            talks[-1].append({"role": "assistant", "content": answered})
+    lines = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    (folder / "talks.jsonl").write_text(lines)
+    config = make_config(
+        folder,
+        output_dir=str(folder / "chatted"),
+        cache=dataclasses.replace(make_config(folder).cache, path=str(folder / "chatted/cache")),
+    )
+    knobs = dict(path=str(folder / "talks.jsonl"), format="chat", packing=False)
+    bf16 = dict(param_dtype="bfloat16", compute_dtype="bfloat16", remat="none")
+    sizes = dict(batch_size=8, micro_batch_size=8, eval_every=None, ce_baseline=False)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, **knobs),
+        train=dataclasses.replace(config.train, **bf16, **sizes),
+    )
+    said: list[str] = []
+    with jax.numpy_dtype_promotion("standard"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "say", said.append)
+        train.main(config)
+    return folder / "chatted", said
+
+
+def test_conversations_are_trained_on_by_the_assistants_words_alone(chatted):
+    store = Store.open(str(chatted[0] / "cache/train"))
+    everything = store.read(range(store.rows))
+    learned = everything["labels"][everything["mask"]]
+    assert learned.size and all(label == 2 or label >= 200 for label in learned)
+    rows = json.loads((chatted[0] / "summary.json").read_text())["heldout"]
+    assert list(rows) == ["teacher", "student_before", "student"]
+    assert rows["teacher"]["kl"] == pytest.approx(0, abs=1e-6) and rows["student"]["kl"] > 0.01
+
+
+def test_steps_without_a_valid_token_are_counted_and_warned_of(chatted):
+    """Case 11."""
+    run, said = chatted
+    store = Store.open(str(run / "cache/train"))
+    expected = {}
+    for step in range(6):
+        rows = row_indices(step, batch_size=8, num_rows=store.rows, seed=3)
+        if not store.read(rows)["mask"].any():
+            expected[step + 1] = (
+                f"step {step + 1}: no valid token in rows {rows.tolist()}: nothing was learned"
+            )
+    assert expected and [line for line in said if "no valid token" in line] == [*expected.values()]
+    for record in read_metrics(run / "metrics.jsonl"):
+        numbers = [record[key] for key in ("valid_tokens", "loss", "gradient_norm")]
+        assert all(x == 0 if record["step"] in expected else x > 0 for x in numbers)
+
+
+def test_bf16_parameters_are_trained_and_exported_as_such(chatted):
+    run, _ = chatted
+    assert json.loads((run / "export/config.json").read_text())["dtype"] == "bfloat16"
+    saved, step = export.restore_student(run, "latest")
+    before, after = hf.load_model(run / "student"), hf.load_model(run / "export")
+    leaves = [jax.tree.leaves(nnx.state(model)) for model in (saved, after, before)]
+    assert step == 6 and all(leaf.dtype == jnp.bfloat16 for leaf in leaves[0])
+    for kept, exported, first in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(kept.astype(jnp.float32), exported.astype(jnp.float32))
+        assert (exported.astype(jnp.float32) != first.astype(jnp.float32)).any()
+
+
+def test_a_run_whose_student_has_no_card_is_gone_on_with(folder, finished, tmp_path):
+    """As older versions left it: what the checkpoints began with is there, and stays as it is."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "student/README.md").unlink()
+    before = snapshot(run / "student")
+    train.main(make_config(folder, output_dir=str(run)))
+    assert snapshot(run / "student") == before
+    weights = "export/model.safetensors"
+    assert (run / weights).read_bytes() == (finished / weights).read_bytes()
+    unfinished = tmp_path / "unfinished"  # nobody knows whose folder it is where nothing is trained
+    shutil.copytree(run / "student", unfinished / "student")
+    with pytest.raises(Refusal, match="student with files that this command did not write"):
+        train.main(make_config(folder, output_dir=str(unfinished)))

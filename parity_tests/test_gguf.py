@@ -129,7 +129,9 @@ def test_a_student_cut_from_the_file_is_the_same(place, stores, tmp_path):
     by_jax = student.make_student(folder, tmp_path / "jax", layers=[1], parameters=None)
     (tmp_path / "run").mkdir()
     config = settings(place, "jax")
-    start, by_torch = torch_ref.student.prepare_student(config, tmp_path / "run", None)
+    start, by_torch = torch_ref.student.prepare_student(
+        config, tmp_path / "run", None, trained=False
+    )
     assert Path(start) == by_torch
     ours, theirs = hf.load_model(by_jax), hf.load_model(by_torch)
     assert ours.config == theirs.config
@@ -149,7 +151,7 @@ def test_a_student_that_is_a_gguf_file_is_trained_and_exported_with_its_tokenize
     start = str(place / "teacher.gguf")
     config = Config(**{**vars(config), "student": StudentConfig(path=start)})
     (tmp_path / "run").mkdir()
-    _, inside = torch_ref.student.prepare_student(config, tmp_path / "run", None)
+    _, inside = torch_ref.student.prepare_student(config, tmp_path / "run", None, trained=False)
     model = torch_model.load_model(start, dtype="float32")
     torch_ref.student.export(model, inside, tmp_path / "export", card="")
     again = hf.load_model(tmp_path / "export")

@@ -21,13 +21,17 @@ from jax_distill.data.gguf import gguf_metadata, open_gguf, write_tokenizer
 from torch_ref.model import Model, load_model, place_of
 
 
-def prepare_student(config: Config, run: Path, teacher: str | None) -> tuple[str, Path]:
+def prepare_student(
+    config: Config, run: Path, teacher: str | None, *, trained: bool
+) -> tuple[str, Path]:
     """(path of the first weights, `<run>/student`). The latter has the tokenizer that the export
     will have (the text's own where the student's folder has none), and config.json if there is one.
-    `teacher`: its path where it is here.
+    `teacher`: its path where it is here. What a run that has `trained` began with stays as it is.
     """
     inside = run / "student"
     if config.student.from_teacher is not None:
+        if trained and (inside / "config.json").is_file():
+            return str(inside), inside
         cut_student(config.teacher.path, inside, config.student.from_teacher)
         return str(inside), inside
     start = place_of(config.student.path)

@@ -47,16 +47,16 @@ from torch_ref.step import add, batch_gradients, loss_sums, means
 from torch_ref.student import count_parameters, export, prepare_student
 from torch_ref.teacher import default_device
 
-# Fields that this program reads, or that only the making of stores reads.
+# Fields that this program reads, that only the making of stores reads, or that change no number.
 KNOWN = """
 output_dir seed teacher.path teacher.dtype teacher.batch_size student.path student.from_teacher
 student.from_teacher.layers student.from_teacher.parameters data.path data.format data.tokenizer
 data.sequence_length data.packing data.heldout_fraction data.max_rows data.max_heldout_rows
 cache.path cache.top_k cache.read_top_k cache.temperatures cache.shard_rows loss.implementation
 loss.tail loss.divergence loss.jsd_beta loss.temperature loss.chunk_size loss.kl_weight
-loss.ce_weight loss.z_loss_weight optimizer.name optimizer.learning_rate optimizer.schedule
-optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay optimizer.b1
-optimizer.b2 optimizer.clip_norm train.steps train.batch_size train.micro_batch_size
+loss.ce_weight loss.z_loss_weight loss.valid_first optimizer.name optimizer.learning_rate
+optimizer.schedule optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay
+optimizer.b1 optimizer.b2 optimizer.clip_norm train.steps train.batch_size train.micro_batch_size
 train.param_dtype train.compute_dtype train.remat train.log_every train.eval_every train.save_every
 train.keep train.ce_baseline train.ce_baseline_learning_rate
 """.split()
@@ -269,7 +269,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     train_store, heldout_store = stores
     run.use_store(train_store.manifest.fingerprint)
     teacher_path, missing = live_teacher(config, train_store)
-    start, folder = prepare_student(config, run.path, teacher_path)
+    start, folder = prepare_student(config, run.path, teacher_path, trained=run.trained)
     steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
 
     def student() -> Model:

@@ -1,5 +1,6 @@
 """Every implementation, tail and divergence against float64, over sizes that do not divide."""
 
+import inspect
 import textwrap
 import zlib
 from functools import cache
@@ -9,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import Phase, given, seed, settings
+from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from jax_distill import losses
-from jax_distill.config import Refusal
+from jax_distill.config import LossConfig, Refusal
 from jax_distill.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS, LossSums, kl_and_grads
 from jax_distill.losses.float64_test import Batch, float64_loss, make_batch, top_k
 
@@ -158,6 +159,7 @@ def problems(draw: st.DrawFn) -> tuple[Batch, dict[str, Any]]:
     columns = draw(st.integers(3, 70))
     k = draw(st.sampled_from([1, 2, 5, columns - 1, columns]).filter(lambda k: k <= columns))
     shape = (draw(st.integers(1, 3)), positions, draw(st.integers(1, 9)), columns, k)
+    assume(shape != (1, 1, 1, 3, 1))  # hypothesis begins with the least of everything
     temperature = draw(st.sampled_from([1.0, 2.0]))
     padding = draw(st.integers(0, min(2, columns - k)))
     batch = make_batch(
@@ -172,7 +174,7 @@ def problems(draw: st.DrawFn) -> tuple[Batch, dict[str, Any]]:
     return batch, {**knobs, **order, "vocab_size": columns - padding, "jsd_beta": 0.3}
 
 
-@pytest.mark.parametrize("draws", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("tail", TAILS)
 def test_every_objective_of_every_implementation_equals_float64(tail, divergence, draws):
@@ -204,9 +206,10 @@ def test_every_implementation_applies_every_knob(implementation):
     knobs = {**EVERYTHING, "tail": "renormalize", "divergence": "jsd", "vocab_size": 50}
     wanted = float64_loss(batch, **knobs)
     assert_agrees(run(implementation, batch, **knobs), wanted)
-    for dropped in ("soft_cap", "logit_scale"):  # the oracle does notice
-        other = float64_loss(batch, **{**knobs, dropped: None})
-        assert abs(other[0]["loss"] / wanted[0]["loss"] - 1) > 1e-3
+    dropped = [(batch, {**knobs, name: None}) for name in ("soft_cap", "logit_scale", "vocab_size")]
+    for other in [*dropped, (batch.replace(bias=None), knobs)]:  # the oracle does notice
+        loss = float64_loss(other[0], **other[1])[0]["loss"]
+        assert abs(loss / wanted[0]["loss"] - 1) > 1e-3
 
 
 def test_remainder_is_counted_once_and_padding_columns_never():
@@ -239,14 +242,16 @@ def test_columns_only_the_student_has_belong_to_the_tail():
     assert sums["kl"] > lower["kl"]  # what the student puts on them is lost to the K
 
 
-def test_teacher_ids_the_student_lacks_fold_into_the_tail():
+@pytest.mark.parametrize("implementation", ["dense", "fused"])
+def test_teacher_ids_the_student_lacks_fold_into_the_tail(implementation):
     """Case 1, the other way round: K entries at and beyond the student's vocabulary."""
     batch = make_batch(7, shape=(2, 7, 8, 40, 6), teacher_vocab=60)
     assert np.any(batch.teacher_indices >= 40)
-    assert_agrees(run("fused", batch), float64_loss(batch))
+    assert_agrees(run(implementation, batch), float64_loss(batch))
 
 
-def test_ids_at_the_ends_of_the_vocabulary_are_ordinary():
+@pytest.mark.parametrize("implementation", ["dense", "fused"])
+def test_ids_at_the_ends_of_the_vocabulary_are_ordinary(implementation):
     """Case 6: 0 and V−1 are tokens; no sentinel lives in the range of ids."""
     batch = make_batch(8, shape=(2, 6, 8, 33, 4))
     indices = np.broadcast_to([0, 32, 5, 6], batch.teacher_indices.shape).copy()
@@ -256,7 +261,7 @@ def test_ids_at_the_ends_of_the_vocabulary_are_ordinary():
         teacher_logprobs=np.nan_to_num(batch.teacher_logprobs, nan=-3.0),
         labels=labels,
     )
-    assert_agrees(run("fused", batch, ce_weight=1.0), float64_loss(batch, ce_weight=1.0))
+    assert_agrees(run(implementation, batch, ce_weight=1.0), float64_loss(batch, ce_weight=1.0))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
@@ -315,20 +320,40 @@ def test_nonsense_is_refused_in_one_line(knobs, word):
     assert "\n" not in str(refusal.value)
 
 
+def test_fused_is_the_default_here_and_in_the_configuration():
+    assert inspect.signature(losses.loss_sums).parameters["implementation"].default == "fused"
+    assert LossConfig().implementation == "fused"
+
+
 def test_check_reports_ids_out_of_range_and_duplicates(capsys):
     batch = make_batch(12, holes=False)
     indices, labels = batch.teacher_indices.copy(), batch.labels.copy()
     indices[1, 4, 2] = indices[1, 4, 0]
     labels[0, 3] = 67
-    bad = arrays(batch.replace(teacher_indices=indices, labels=labels))
-    forward("fused", bad, check=True)
-    jax.effects_barrier()
-    reported = capsys.readouterr().err
-    assert "1 labels out of range, vocab_size 67; first at row 0, position 3" in reported
-    assert "1 rows of teacher ids with duplicates" in reported and "row 1, position 4" in reported
-    forward("fused", arrays(batch), check=True)
-    jax.effects_barrier()
-    assert capsys.readouterr().err == ""
+    indices[0, 7, 1], indices[1, 2, 4] = 67, -1
+    bad = batch.replace(teacher_indices=indices, labels=labels)
+    masked = np.ones(batch.mask.shape, bool)
+    masked[[1, 0, 0, 1], [4, 3, 7, 2]] = False
+
+    def reported(batch: Batch) -> str:
+        forward("fused", arrays(batch), check=True)
+        jax.effects_barrier()
+        return capsys.readouterr().err
+
+    lines = reported(bad).splitlines()
+    assert len(lines) == 3
+    for line, wanted, place in zip(
+        lines,
+        (
+            "1 labels out of range",
+            "2 rows of teacher ids out of range",
+            "1 rows of teacher ids wit",
+        ),
+        ("row 0, position 3", "row 0, position 7", "row 1, position 4"),
+        strict=True,
+    ):
+        assert wanted in line and "vocab_size 67" in line and line.endswith(place)
+    assert reported(batch) == reported(bad.replace(mask=masked)) == ""
 
 
 def test_the_example_of_the_package_runs():

@@ -95,6 +95,35 @@ def test_a_frozen_head_allocates_no_head_gradient(frozen):
     assert temps(trained, *inputs) - temps(frozen(value), *inputs) > 0.9 * 4001 * 64 * 4
 
 
+@pytest.mark.parametrize("implementation", ["forward_chunked", "fused_chunked"])
+def test_a_frozen_head_is_dropped_from_the_program_of_the_other_loops(implementation):
+    """Case 25: their jaxpr still has the product, which nothing reads and XLA leaves out."""
+    data = arrays(make_batch(25, shape=(1, 8, 64, 4001, 5)), jnp.bfloat16)
+    loss = IMPLEMENTATIONS[implementation]
+
+    def value(hidden, lm_head):
+        return loss(**data | {"hidden": hidden, "lm_head": lm_head}, chunk_size=4).loss
+
+    inputs = (data["hidden"], data["lm_head"])
+    trained, frozen = jax.grad(value, (0, 1)), jax.grad(value)
+    assert temps(trained, *inputs) - temps(frozen, *inputs) > 0.9 * 4001 * 64 * 4
+
+
+def test_one_chunk_of_logits_and_one_of_dlogits_are_held_whatever_the_length():
+    """In fp32, where a CPU's products make no copies of their operands."""
+    chunk = 8 * 4001 * 4
+    held: dict[str, list[float]] = {"fused": [], "forward_chunked": []}
+    for positions in (16, 64):
+        data = arrays(make_batch(25, shape=(1, positions, 8, 4001, 5)))
+        inputs = (data.pop("hidden"), data.pop("lm_head"))
+        for name, sizes in held.items():
+            loss = partial(IMPLEMENTATIONS[name], chunk_size=8)
+            trained = jax.grad(lambda *trained, f=loss, d=data: f(*trained, **d).loss, (0, 1))
+            sizes.append(temps(trained, *inputs) / chunk)
+    assert max(held["fused"]) < 2.1
+    assert held["forward_chunked"][1] > 8  # every chunk's
+
+
 def test_frozen_hidden_states_cost_no_gradient_either():
     """Only the head is trained: two products, and hidden is left alone."""
     data = arrays(make_batch(25), jnp.bfloat16)

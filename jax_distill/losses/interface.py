@@ -64,8 +64,9 @@ def loss_sums(
         teacher_logprobs: [B,T,K], log p_k at `temperature`, over the teacher's whole vocabulary.
         teacher_log_tail: [B,T], log of the probability outside the K.
         teacher_count: [B,T], how many of the K are real. All four None with kl_weight 0.
-        vocab_size: columns at and beyond it are padding; None: V. Teacher ids at and beyond it
-            fold into the tail; a label there has probability 0 and an infinite cross-entropy.
+        vocab_size: columns at and beyond it are padding; None: V. Teacher ids below 0 or at and
+            beyond it fold into the tail; such a label has probability 0 and an infinite
+            cross-entropy.
         tail, divergence, jsd_beta, temperature, kl_weight, ce_weight, z_loss_weight: `Objective`.
         chunk_size: C positions of each row per chunk; a chunk's logits are [B,C,V].
         bias: [V], of the head. soft_cap, logit_scale: `Head`.

@@ -44,6 +44,10 @@ def test_what_stands_in_masked_cells_never_matters(implementation, valid_first):
     got = run(implementation, batch.replace(**wild), **knobs, valid_first=valid_first)
     assert_agrees(got, float64_loss(batch, **knobs))
     assert not got[1]["hidden"][hole].any()
+    usual = run(implementation, batch, **knobs, valid_first=valid_first)
+    assert got[0] == usual[0]  # what is masked adds exactly nothing
+    for name, gradient in usual[1].items():
+        np.testing.assert_array_equal(got[1][name], gradient)
 
 
 @pytest.mark.parametrize("implementation", EVERY)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_distill.losses import DIVERGENCES, IMPLEMENTATIONS, LOG_FLOOR, TAILS
+from jax_distill.losses import DIVERGENCES, IMPLEMENTATIONS, LOG_FLOOR, TAILS, kl_and_grads
 from jax_distill.losses.agreement_test import (
     EVERY,
     arrays,
@@ -81,13 +81,23 @@ def test_gradients_near_convergence_keep_three_digits_in_bf16(
     assert relative_error(got["lm_head"], wanted["lm_head"]) < 3e-3
 
 
-def test_the_loss_is_the_same_with_and_without_jit():
+@pytest.mark.parametrize("implementation", ["dense", "fused"])
+def test_the_loss_is_the_same_with_and_without_jit(implementation):
     """Case 18; and case 17 without jit."""
+    loss = partial(IMPLEMENTATIONS[implementation], chunk_size=4)
     data = arrays(taught_by_itself(80.0, noise=0.1, positions=8), jnp.bfloat16)
-    plain = IMPLEMENTATIONS["fused"](**data, chunk_size=4).loss
-    assert float(plain) == pytest.approx(float(forward("fused", data).loss), rel=1e-5)
-    agreed = arrays(taught_by_itself(80.0, positions=8), jnp.bfloat16)
-    assert abs(float(IMPLEMENTATIONS["fused"](**agreed, chunk_size=4).kl)) < 8e-5
+    jitted = float(forward(implementation, data).loss)
+    assert float(loss(**data).loss) == pytest.approx(jitted, rel=1e-5)
+    agreed = taught_by_itself(80.0, positions=8)
+    data = arrays(agreed, jnp.bfloat16)
+    hidden, lm_head = data.pop("hidden"), data.pop("lm_head")
+    kl, gradients = jax.value_and_grad(lambda *trained: loss(*trained, **data).loss, (0, 1))(
+        hidden, lm_head
+    )
+    assert abs(float(kl)) / 8 < 1e-5
+    usual = float64_loss(agreed, kl_weight=0.0, ce_weight=1.0)[1]
+    for gradient, name in zip(gradients, ("hidden", "lm_head"), strict=True):
+        assert np.linalg.norm(np.float64(gradient)) < 1e-4 * np.linalg.norm(usual[name])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
@@ -126,23 +136,31 @@ def shapes_made(function: Any, *inputs: Any) -> list[tuple[str, tuple[int, ...],
     ]
 
 
-@pytest.mark.parametrize("implementation", CHUNKED)
+@pytest.mark.parametrize("implementation", [*CHUNKED, "kl_and_grads"])
 def test_logits_and_the_head_gradients_sum_are_fp32_and_operands_bf16(implementation):
     """Read in the jaxpr: XLA on a CPU can hide that an fp32 is missing."""
     batch = taught_by_itself(5.0, positions=8)
     data = arrays(batch, jnp.bfloat16)
-    loss = IMPLEMENTATIONS[implementation]
 
     def value(hidden, lm_head):
+        loss = IMPLEMENTATIONS[implementation]
         return loss(**data | {"hidden": hidden, "lm_head": lm_head}, chunk_size=4).loss
 
-    inputs = (data["hidden"], data["lm_head"])
-    closed = jax.make_jaxpr(jax.grad(value, (0, 1)))(*inputs)
+    def core(hidden, lm_head):
+        return kl_and_grads(**data | {"hidden": hidden, "lm_head": lm_head}, chunk_size=4)
+
+    function = core if implementation == "kl_and_grads" else jax.grad(value, (0, 1))
+    closed = jax.make_jaxpr(function)(data["hidden"], data["lm_head"])
     products = [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "dot_general"]
-    assert len(products) == {"forward_chunked": 3, "fused_chunked": 4, "fused": 3}[implementation]
+    assert len(products) == (4 if implementation == "fused_chunked" else 3)
     for product in products:
         assert {str(var.aval.dtype) for var in product.invars} == {"bfloat16"}
         assert str(product.outvars[0].aval.dtype) == "float32"
+    for eqn in equations(closed.jaxpr):  # nothing of the vocabulary's width is rounded and read on
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.shape[-1:] == (
+            251,
+        ):
+            assert str(eqn.invars[0].aval.dtype) != "bfloat16"
     carried = [
         str(var.aval.dtype)
         for eqn in equations(closed.jaxpr)
@@ -153,15 +171,20 @@ def test_logits_and_the_head_gradients_sum_are_fp32_and_operands_bf16(implementa
     assert carried and set(carried) == {"float32"}
 
 
-def test_truncate_can_be_negative_and_bucket_cannot():
+@pytest.mark.parametrize("implementation", ["dense", "fused"])
+def test_truncate_can_be_negative_and_bucket_cannot(implementation):
     """Case 19."""
-    batch = taught_by_itself(5.0)
+    batch = taught_by_itself(5.0, positions=16)
     agreed = batch.teacher_logprobs
     shy = batch.replace(teacher_logprobs=agreed - 0.1)  # the student puts more on the K
-    data = arrays(shy.replace(teacher_log_tail=np.log1p(-np.exp(agreed - 0.1).sum(-1))))
-    assert float(forward("fused", data, tail="truncate").kl) < -1.0
-    assert float(forward("fused", data).kl) > 0.01
-    assert abs(float(forward("fused", arrays(batch)).kl)) < 1e-4
+    shy = shy.replace(teacher_log_tail=np.log1p(-np.exp(agreed - 0.1).sum(-1)))
+    sums, gradients = run(implementation, shy, tail="truncate")
+    assert sums["loss"] == sums["kl"] < -0.3
+    wanted = float64_loss(shy, tail="truncate")[1]
+    for name, gradient in gradients.items():  # which a clamp would make 0
+        assert relative_error(gradient, wanted[name]) < 1e-4
+    assert float(forward(implementation, arrays(shy)).loss) > 0.01
+    assert abs(float(forward(implementation, arrays(batch)).loss)) < 1e-4
 
 
 @pytest.mark.parametrize("k", [1, 5])

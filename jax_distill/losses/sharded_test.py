@@ -99,8 +99,44 @@ def test_a_split_by_hand_changes_no_number(problem, rows, columns):
     assert not logits & moved_shapes(text, re.compile(r"= (.*?) all-reduce(?:-start)?\("))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "columns"), [(8, 1), (1, 8), (4, 2)])
+def test_a_gather_would_be_found():
+    """What the tests here look for, in a program that has it."""
+    mesh = make_mesh(1, 8)
+    split, whole = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P())
+    logits = jax.ShapeDtypeStruct((4, COLUMNS), jnp.float32, sharding=split)
+    text = jax.jit(lambda z: z, out_shardings=whole).lower(logits).compile().as_text()
+    assert COLUMNS in moved_sizes(text, GATHER)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_split_by_hand_takes_bf16_and_rows_of_unlike_length(columns):
+    """Valid positions first, no bias: each device runs as many chunks as its own rows have, and
+    what is kept of d_hidden in 16 bits is split with the rows."""
+    batch = make_batch(32, shape=(4, 13, 16, 64, 5))
+    mask = batch.mask & (np.arange(13) < np.array([[13], [9], [2], [0]]))
+    batch = batch.replace(mask=mask)
+    data = arrays(batch, jnp.bfloat16)
+    inputs = (data.pop("hidden"), data.pop("lm_head"))
+    layout = Layout(make_mesh(2, columns), rows=("data",), vocabulary="tensor")
+
+    def gradients(layout):
+        loss = partial(IMPLEMENTATIONS["fused"], chunk_size=4, valid_first=True, layout=layout)
+        function = jax.value_and_grad(lambda *trained: loss(*trained, **data).loss / 7.0, (0, 1))
+        return jax.jit(function, compiler_options=FAST_COMPILE)(*inputs)
+
+    (wanted, whole), (got, split) = gradients(None), gradients(layout)
+    assert float(got) == pytest.approx(float(wanted), rel=1e-6)
+    for a, b in zip(split, whole, strict=True):
+        assert a.dtype == jnp.bfloat16
+        # Sums in another order may round to the next bf16.
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rows", "columns"),
+    [(name, *split) for name in IMPLEMENTATIONS for split in ((8, 1), (1, 8), (4, 2))]
+    + [("fused", *split) for split in ((2, 1), (1, 2), (2, 2), (1, 4))],
+)
 def test_the_compiler_splits_every_implementation(problem, implementation, rows, columns):
     """Plain jit on split inputs; `fused` with its valid positions first."""
     data, wanted = problem

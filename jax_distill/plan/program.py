@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
@@ -91,7 +90,7 @@ def train_program(config: Config, target: Target, mesh: Mesh) -> Program:
     optimizer, schedule = optimizer_of(
         config.optimizer, steps=config.train.steps or STEPS, seed=config.seed
     )
-    graphdef, state = abstract_state(model, optimizer, mesh)
+    graphdef, state = step.state_shapes(model, optimizer, mesh)
     jitted = step.make_train_step(
         graphdef,
         optimizer,
@@ -203,27 +202,6 @@ def abstract_decoder(
         shape = jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=place)
         placed.append((path, param.replace(shape)))
     return nnx.merge(graphdef, nnx.from_flat_state(placed))
-
-
-def abstract_state(model: Decoder, optimizer: Any, mesh: Mesh) -> tuple[Any, step.TrainState]:
-    """`step.make_state` of placed shapes: a moment lies where its parameter does."""
-    graphdef, params = nnx.split(model, nnx.Param)
-    everywhere = sharding.replicated(mesh)
-    shapes = jax.eval_shape(optimizer.init, params)
-
-    def beside(leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> Any:
-        return param.sharding if leaf.shape == param.shape else everywhere
-
-    places = optax.tree_map_params(
-        optimizer, beside, shapes, params, transform_non_params=lambda _: everywhere
-    )
-
-    def put(leaf: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-    opt_state = jax.tree.map(put, shapes, places)
-    counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return graphdef, step.TrainState(params, opt_state, counter)
 
 
 def attention_of(model: Decoder) -> str:
