@@ -156,7 +156,7 @@ RUN = """
 import ctypes, sys
 import jax, numpy as np
 from jax_distill import devices, train
-from jax_distill.bench.process import forget_peak, peak_bytes, resident_bytes
+from jax_distill.bench.process import forget_peak, peak_bytes, settle
 from jax_distill.config import load
 from jax_distill.plan import hlo, planning, program, target
 
@@ -166,7 +166,7 @@ step, temporaries = planning.compile_program(made, here)
 text = hlo.read_hlo(step.as_text())
 planned, _, _ = planning.split_peak(made, devices.memory_of(step), temporaries, text)
 ctypes.CDLL(None).malloc_trim(0)
-before = resident_bytes()
+before = settle()
 ones = lambda tree: jax.tree.map(
     lambda leaf: jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding), tree
 )

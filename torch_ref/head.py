@@ -65,8 +65,7 @@ def run(
             torch.cuda.reset_peak_memory_stats()
         for turn in range(options.repeats + 1):
             if turn == 1 and resident:
-                process.forget_peak()
-                held = process.resident_bytes() - sum(x.nbytes for x in (hidden, lm_head, *targets))
+                held = process.settle() - sum(x.nbytes for x in (hidden, lm_head, *targets))
             start = time.perf_counter()
             sums = IMPLEMENTATIONS[implementation](hidden, lm_head, *targets, chunk_size=chunk_size)
             gradients = torch.autograd.grad(sums.loss / sums.count, (hidden, lm_head))

@@ -262,8 +262,7 @@ def run(case: Case, program: Any, device: Any, repeats: int) -> tuple[float, flo
     seconds, held = [], 0
     for turn in range(repeats + 1):
         if turn == 1 and resident:  # what the first run compiled and loaded is not the loss's
-            process.forget_peak()
-            held = process.resident_bytes() - sum(x.nbytes for x in rest)
+            held = process.settle() - sum(x.nbytes for x in rest)
         given = jax.block_until_ready(hidden())  # kl_and_grads takes its hidden away
         start = time.perf_counter()
         jax.block_until_ready(program(given, *rest))

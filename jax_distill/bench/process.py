@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
 
 def tells_memory() -> bool:
-    """Linux tells a process what it holds and held; the three below need it."""
+    """Linux tells a process what it holds and held; what is below needs it."""
     return Path("/proc/self/clear_refs").is_file()
 
 
@@ -46,15 +46,29 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def settle() -> int:
+    """Forget the peak, once nothing more is being given back; what is held then.
+
+    Runtimes free what a call has used from other threads, after its result is there.
+    """
+    held, quiet = resident_bytes(), 0
+    while quiet < 4:
+        time.sleep(0.05)
+        now = resident_bytes()
+        quiet = quiet + 1 if now >= held else 0
+        held = min(held, now)
+    forget_peak()
+    return held
+
+
 def measure(function: Callable[[], Outcome], repeats: int) -> dict[str, Any]:
     """Of `repeats` calls after one: the fastest one's seconds, the processor time of the least busy
     one (all threads), and the peak beyond what was held before.
 
     The least of each: what else runs on the machine only ever adds.
     """
-    if tells := tells_memory():
-        forget_peak()
-    before = resident_bytes() if tells else 0
+    tells = tells_memory()
+    before = settle() if tells else 0
     outcome = function()
     seconds, busy = [], []
     for _ in range(repeats):

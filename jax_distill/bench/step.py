@@ -177,8 +177,7 @@ def run_steps(
     on_cpu, before = not target.on_gpu, 0
     if on_cpu and process.tells_memory():
         held = sum(leaf.nbytes for leaf in jax.tree.leaves((state, batch)))
-        process.forget_peak()
-        before = process.resident_bytes() - held
+        before = process.settle() - held
     times, metrics = [], {}
     for _ in range(steps + 1):
         start = time.perf_counter()
