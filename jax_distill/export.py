@@ -28,9 +28,7 @@ from jax_distill.config import (
 )
 from jax_distill.model import Decoder
 from jax_distill.run import read_metrics, say
-from jax_distill.student import copy_tokenizer, count_parameters, text_files
-
-STUDENT_FOLDER = "student"  # in the run folder: what training began with
+from jax_distill.student import STUDENT_FOLDER, copy_tokenizer, count_parameters, text_files
 
 
 def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: str) -> None:

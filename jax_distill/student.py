@@ -1,4 +1,5 @@
-"""A student cut from its teacher: some layers stay, everything else is the teacher's own.
+"""The student's folder before training. One that is cut from its teacher keeps some of its layers;
+everything else is the teacher's own.
 
 `python -m jax_distill.student --teacher DIR --out DIR (--layers 0,5 | --parameters N)`
 """
@@ -16,9 +17,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jax_distill import hf
+from jax_distill.cache import Store, vocabulary_conflict
 from jax_distill.config import (
     STUDENT_MARKS,
     CommandLine,
+    Config,
     Refusal,
     above_zero,
     check_new_folder,
@@ -26,10 +29,13 @@ from jax_distill.config import (
     new_folder,
     run_command,
 )
+from jax_distill.data import Tokenizer
 from jax_distill.hf.weights import weight_files
 from jax_distill.model import ModelConfig
 from jax_distill.run import say
+from jax_distill.teacher import tokenizer_folder
 
+STUDENT_FOLDER = "student"  # in the run folder: what training began with
 LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
@@ -159,6 +165,72 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     """The text files of an HF folder, unchanged."""
     for name in text_files(source):
         shutil.copyfile(source / name, out / name)
+
+
+def prepare(
+    config: Config, run: Path, teacher_folder: Path | None, *, trained: bool
+) -> tuple[Path, Path]:
+    """(folder of the first weights, `<run>/student`): the latter has at least the student's
+    config.json and tokenizer, so that the run folder alone can be exported. What a run that has
+    `trained` began with is left as it is."""
+    inside = run / STUDENT_FOLDER
+    if config.student.from_teacher is None:
+        start = hf.local_folder(find_path(config.student.path))
+        inside.mkdir(exist_ok=True)
+        if not (start / "tokenizer.json").exists():
+            copy_tokenizer(tokenizer_folder(config, teacher_folder), inside)
+        copy_tokenizer(start, inside)
+        if (inside / "tokenizer.json").exists() and teacher_folder is not None:
+            check_tokenizers(inside, tokenizer_folder(config, teacher_folder))
+        shutil.copyfile(start / "config.json", inside / "config.json")
+        return start, inside
+    if trained and (inside / "config.json").is_file():
+        return inside, inside
+    if teacher_folder is None:
+        raise Refusal("expected teacher.path for student.from_teacher, got none; name a teacher")
+    knobs = config.student.from_teacher
+    make_student(teacher_folder, inside, layers=knobs.layers, parameters=knobs.parameters)
+    return inside, inside
+
+
+def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
+    """Refuse, before the teacher runs, a student that reads the text's ids differently."""
+    if not (text_folder / "tokenizer.json").exists():
+        return
+    read, own = Tokenizer.load(text_folder).vocab, Tokenizer.load(student_folder).vocab
+    conflict = vocabulary_conflict(read, own)
+    if conflict:
+        first, wanted, got = conflict
+        raise Refusal(
+            f"expected the student's tokenizer to give id {first} to {wanted!r} as the teacher's "
+            f"does, got {got!r}; use the teacher's tokenizer"
+        )
+
+
+def vocabulary_size(folder: Path, store: Store) -> int:
+    """Real columns of the student's head: its tokenizer's length, or the store's without one.
+
+    Raises:
+        Refusal: the tokenizers map an id to different tokens; the head or the embedding is smaller
+            than the ids it must hold.
+    """
+    columns = hf.model_config(hf.read_config(folder)).vocab_size
+    length = store.manifest.vocab_size
+    if (folder / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(folder)
+        store.check_vocabulary(tokenizer.vocab)
+        if store.manifest.vocabulary:
+            length = tokenizer.length
+    if store.largest_token >= columns:
+        raise Refusal(
+            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
+            f"got {columns}; use a student with the teacher's tokenizer"
+        )
+    if length < store.manifest.vocab_size:
+        say(f"the student lacks ids {length}…{store.manifest.vocab_size - 1}: they join the tail")
+    elif length > store.manifest.vocab_size:
+        say(f"the teacher lacks ids {store.manifest.vocab_size}…{length - 1}: they join the tail")
+    return min(length, columns)
 
 
 def main(argv: Sequence[str]) -> None:

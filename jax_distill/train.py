@@ -6,7 +6,6 @@ Then the gate, the loop, the held-out table, the export and the report. The same
 
 import logging
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_distill import evaluate, export, hf, report, sharding, student, teacher
-from jax_distill.cache import Store, vocabulary_conflict
+from jax_distill.cache import Store
 from jax_distill.card import model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
@@ -30,12 +29,11 @@ from jax_distill.config import (
     Refusal,
     as_dict,
     cache_folder,
-    find_path,
     load,
     run_command,
     without_teacher,
 )
-from jax_distill.data import Tokenizer, row_indices
+from jax_distill.data import row_indices
 from jax_distill.devices import peak_bf16_flops
 from jax_distill.model import Decoder
 from jax_distill.optimizer import optimizer_of
@@ -223,46 +221,6 @@ def fit(
     return nnx.merge(graphdef, state.params)
 
 
-def prepare_student(
-    config: Config, run: Path, teacher_folder: Path | None, *, trained: bool
-) -> tuple[Path, Path]:
-    """(folder of the first weights, `<run>/student`): the latter has at least the student's
-    config.json and tokenizer, so that the run folder alone can be exported. What a run that has
-    `trained` began with is left as it is."""
-    inside = run / export.STUDENT_FOLDER
-    if config.student.from_teacher is None:
-        start = hf.local_folder(find_path(config.student.path))
-        inside.mkdir(exist_ok=True)
-        if not (start / "tokenizer.json").exists():
-            student.copy_tokenizer(teacher.tokenizer_folder(config, teacher_folder), inside)
-        student.copy_tokenizer(start, inside)
-        if (inside / "tokenizer.json").exists() and teacher_folder is not None:
-            check_tokenizers(inside, teacher.tokenizer_folder(config, teacher_folder))
-        shutil.copyfile(start / "config.json", inside / "config.json")
-        return start, inside
-    if trained and (inside / "config.json").is_file():
-        return inside, inside
-    if teacher_folder is None:
-        raise Refusal("expected teacher.path for student.from_teacher, got none; name a teacher")
-    knobs = config.student.from_teacher
-    student.make_student(teacher_folder, inside, layers=knobs.layers, parameters=knobs.parameters)
-    return inside, inside
-
-
-def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
-    """Refuse, before the teacher runs, a student that reads the text's ids differently."""
-    if not (text_folder / "tokenizer.json").exists():
-        return
-    read, own = Tokenizer.load(text_folder).vocab, Tokenizer.load(student_folder).vocab
-    conflict = vocabulary_conflict(read, own)
-    if conflict:
-        first, wanted, got = conflict
-        raise Refusal(
-            f"expected the student's tokenizer to give id {first} to {wanted!r} as the teacher's "
-            f"does, got {got!r}; use the teacher's tokenizer"
-        )
-
-
 def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
     """The student's first weights, each leaf straight to its place."""
     return hf.load_model(
@@ -327,10 +285,10 @@ def final_table(
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
     """The whole job in order, each line a fact on disk or a model in memory."""
     teacher_files, teacher_folder = teacher.teacher_folders(config)
-    start, folder = prepare_student(config, run.path, teacher_files, trained=run.trained)
+    start, folder = student.prepare(config, run.path, teacher_files, trained=run.trained)
     train_store, heldout_store = teacher.write_stores(config)
     run.use_store(train_store.manifest.fingerprint)
-    vocab_size = student_vocabulary(folder, train_store)
+    vocab_size = student.vocabulary_size(folder, train_store)
     if teacher_folder:
         columns = hf.model_config(hf.read_config(folder)).vocab_size
         evaluate.check_columns(columns, "student", heldout_store)
@@ -384,32 +342,6 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     write_json(run.path / "summary.json", summary)
     report.write_report(run.path, summary)
     say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json, report.html")
-
-
-def student_vocabulary(folder: Path, store: Store) -> int:
-    """Real columns of the student's head: its tokenizer's length, or the store's without one.
-
-    Raises:
-        Refusal: the tokenizers map an id to different tokens; the head or the embedding is smaller
-            than the ids it must hold.
-    """
-    columns = hf.model_config(hf.read_config(folder)).vocab_size
-    length = store.manifest.vocab_size
-    if (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(folder)
-        store.check_vocabulary(tokenizer.vocab)
-        if store.manifest.vocabulary:
-            length = tokenizer.length
-    if store.largest_token >= columns:
-        raise Refusal(
-            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
-            f"got {columns}; use a student with the teacher's tokenizer"
-        )
-    if length < store.manifest.vocab_size:
-        say(f"the student lacks ids {length}…{store.manifest.vocab_size - 1}: they join the tail")
-    elif length > store.manifest.vocab_size:
-        say(f"the teacher lacks ids {store.manifest.vocab_size}…{length - 1}: they join the tail")
-    return min(length, columns)
 
 
 def last_heldout(folder: Path) -> dict[str, float]:

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_distill import evaluate, export, hf, sharding, student, train
+from jax_distill import evaluate, export, hf, sharding, train
 from jax_distill.cache import Store
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
@@ -42,7 +42,7 @@ from jax_distill.data import row_indices
 from jax_distill.optimizer import make_optimizer
 from jax_distill.run import read_metrics
 from jax_distill.step import make_state, make_train_step, train_flops_per_token
-from jax_distill.teacher_test import hf_folder, model_config, text_file
+from jax_distill.teacher_test import hf_folder, text_file
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -322,26 +322,6 @@ def test_batches_hold_the_rows_they_name_in_both_epochs(folder, finished):
         for key in ("tokens", "teacher_indices", "teacher_logprobs"):
             flat = np.asarray(batch[key]).reshape(len(rows), *everything[key].shape[1:])
             np.testing.assert_array_equal(flat, everything[key][rows])
-
-
-def test_student_by_size_keeps_first_and_last_layers():
-    config = dataclasses.replace(model_config(), num_hidden_layers=10)
-    full = student.count_parameters(config)
-    assert student.layers_for(config, full) == list(range(10))
-    layer = (full - student.count_parameters(model_config())) // 8
-    assert student.layers_for(config, full - 7 * layer) == [0, 1, 9]
-    with pytest.raises(Refusal, match="at least"):
-        student.layers_for(config, 100)
-
-
-def test_student_keeps_the_chosen_layers_bit_for_bit(folder, tmp_path):
-    out = student.make_student(folder / "teacher", tmp_path / "s", layers=[1], parameters=None)
-    teacher, got = hf.load_model(folder / "teacher"), hf.load_model(out)
-    np.testing.assert_array_equal(
-        got.layers.mlp.up_proj.weight[...][0], teacher.layers.mlp.up_proj.weight[...][1]
-    )
-    with pytest.raises(Refusal, match="rising"):
-        student.make_student(folder / "teacher", tmp_path / "t", layers=[1, 0], parameters=None)
 
 
 def test_a_store_without_temperature_one_serves_the_baseline_too(folder, tmp_path):

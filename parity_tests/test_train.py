@@ -74,7 +74,7 @@ def jax_fit(job: Job, run: str) -> None:
             stores=stores,
             mesh=mesh,
             steps=STEPS,
-            vocab_size=train.student_vocabulary(start, stores[0]),
+            vocab_size=student.vocabulary_size(start, stores[0]),
             what="student",
         )
     jax.config.update("jax_compilation_cache_dir", None)
