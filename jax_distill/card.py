@@ -1,5 +1,7 @@
-"""The model card of an exported student, README.md of its folder; both backends write it."""
+"""What an exported folder says beside weights, config.json and tokenizer: the model card, and the
+tokens that end a text. Both backends write it."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,3 +59,11 @@ def model_card(
         lines += [f"- {name}: {value:.4f}" for name, value in summary["validation"].items()]
     lines += ["", "```yaml", yaml.safe_dump(dict(config), sort_keys=False).rstrip(), "```", ""]
     return "\n".join(lines)
+
+
+def generation_config(config: Mapping[str, Any]) -> str:
+    """generation_config.json for a model folder that has none, of its config.json: the special
+    tokens, as transformers writes them where it has to make one."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    return json.dumps({"_from_model_config": True, **found}, indent=2) + "\n"

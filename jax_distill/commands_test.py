@@ -77,6 +77,8 @@ def test_a_card_tells_the_exported_step_and_the_table_only_if_it_is_of_that_step
         cards[step] = (tmp_path / f"at {step}" / "README.md").read_text()
     assert "1,024 tokens (4 steps)" in cards["latest"] and "0.1230" in cards["latest"]
     assert "`abc`" in cards["latest"]
+    written = json.loads((tmp_path / "at best/generation_config.json").read_text())
+    assert written == {"_from_model_config": True}  # the source has none, and no special tokens
     for step in ("best", "2"):
         assert "512 tokens (2 steps)" in cards[step] and "0.1230" not in cards[step]
         assert "heldout_loss: 0.5000" in cards[step]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from rich.table import Table
 
 from jax_distill import hf
@@ -30,6 +31,7 @@ from jax_distill.data import Tokenizer
 from jax_distill.losses import dense
 from jax_distill.model import Decoder
 from jax_distill.run import console, say, write_json
+from jax_distill.sharding import place_batch
 
 
 def validation_rows(store: Store) -> np.ndarray:
@@ -123,6 +125,24 @@ def check_columns(columns: int, name: str, store: Store) -> None:
         )
 
 
+def check_targets(store: Store, rows: np.ndarray) -> None:
+    """Refuse rows for a table that hold nothing to predict."""
+    if not len(rows) or not store.read(rows, targets=False)["mask"].any():
+        raise Refusal(
+            "expected held-out text for the table, got no valid token; raise data.heldout_fraction"
+        )
+
+
+def shared(rows: int, mesh: Mesh | None) -> int:
+    """`rows`, or the next number that the devices can share."""
+    return rows if mesh is None else -(-rows // mesh.size) * mesh.size
+
+
+def placed(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, Any]:
+    """The batch, split over the mesh if there is one."""
+    return dict(batch) if mesh is None else place_batch(mesh, batch)
+
+
 def heldout_table(
     teacher: Decoder,
     students: Mapping[str, Decoder],
@@ -131,32 +151,33 @@ def heldout_table(
     *,
     batch_size: int,
     chunk_size: int,
+    mesh: Mesh | None = None,
 ) -> dict[str, dict[str, float]]:
     """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement.
+
+    mesh: where the models lie; the rows are split over it, so many at a time that its devices get
+    equal parts.
 
     Raises:
         Refusal: the rows hold no valid token; a head has fewer columns than the store ids.
     """
+    check_targets(store, rows)
     for name, model in {"teacher": teacher, **students}.items():
         check_columns(model.config.vocab_size, name, store)
     total: Any = None
     tokens = 0
-    for batch in padded_batches(store, rows, batch_size, targets=False):
+    for batch in padded_batches(store, rows, shared(batch_size, mesh), targets=False):
         tokens += int(batch["mask"].sum())
         wanted = ("tokens", "labels", "segment_ids", "positions", "mask")
         sums = compare(
             teacher,
             dict(students),
-            {key: batch[key] for key in wanted},
+            placed({key: batch[key] for key in wanted}, mesh),
             vocab_size=store.manifest.vocab_size,
             chunk_size=chunk_size,
         )
         sums = jax.tree.map(float, jax.device_get(sums))
         total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
-    if not tokens:
-        raise Refusal(
-            "expected held-out text for the table, got no valid token; raise data.heldout_fraction"
-        )
     # jit sorts the keys of a dictionary; the order given is the order people read.
     means = jax.tree.map(lambda value: value / tokens, total)
     table = {name: means[name] for name in ("teacher", *students)}
@@ -227,22 +248,31 @@ def _first_rows_with_targets(store: Store, rows: int) -> np.ndarray:
 
 
 def identity_gate(
-    teacher: Decoder, store: Store, *, rows: int, temperature: float, tolerance: float
+    teacher: Decoder,
+    store: Store,
+    *,
+    rows: int,
+    temperature: float,
+    tolerance: float,
+    mesh: Mesh | None = None,
 ) -> str:
     """The teacher as its own student on the first rows of the store that have targets: KL ≈ 0 at
     every position, and large when shifted by one. Returns the line that says so.
+
+    mesh: where the teacher lies; the rows are split over it.
 
     Raises:
         Failure: the store is not this teacher's, or is misaligned; names the worst position.
     """
     chosen = _first_rows_with_targets(store, rows)
+    chosen = np.resize(chosen, shared(len(chosen), mesh))
     batch = store.read(chosen, temperature=temperature)
     knobs = dict(temperature=temperature, vocab_size=store.manifest.vocab_size)
-    kl = np.asarray(_kl_at_positions(teacher, batch, **knobs))
+    kl = np.asarray(_kl_at_positions(teacher, placed(batch, mesh), **knobs))
     shifted = dict(batch)
     for key in ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count"):
         shifted[key] = np.roll(batch[key], 1, axis=1)
-    shifted_kl = np.asarray(_kl_at_positions(teacher, shifted, **knobs))
+    shifted_kl = np.asarray(_kl_at_positions(teacher, placed(shifted, mesh), **knobs))
     valid = batch["mask"]
     worst = np.unravel_index(np.argmax(np.where(valid, kl, -1.0)), kl.shape)
     mean, wrong = float(kl[valid].mean()), float(shifted_kl[valid].mean())

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jax_distill import hf
 from jax_distill.cache import read_manifest
-from jax_distill.card import model_card
+from jax_distill.card import generation_config, model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     EXPORT_MARKS,
@@ -31,11 +31,18 @@ from jax_distill.run import read_metrics, say
 from jax_distill.student import STUDENT_FOLDER, copy_tokenizer, count_parameters, text_files
 
 
+def check_folder(out: Path, student: Path, *apart: Path) -> None:
+    """Refuse, before the work, an `out` that `write_folder` would not replace, or that is, holds or
+    lies in `student` or one of `apart`."""
+    check_new_folder(out, marks=EXPORT_MARKS, apart=[student, *apart], names=text_files(student))
+
+
 def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: str) -> None:
     """Write the folder whole or not at all; an older export at `out` is replaced.
 
     config.json is the student's own with only the dtype changed; tokenizer, chat template and
-    generation config come along unchanged. Raises Refusal and Failure as `new_folder` does.
+    generation config come along unchanged, the last made of config.json where it lacks.
+    Raises Refusal and Failure as `new_folder` does.
     """
     with new_folder(out, marks=EXPORT_MARKS, apart=[student], names=text_files(student)) as partial:
         copy_tokenizer(student, partial)
@@ -43,6 +50,8 @@ def write_folder(out: Path, model: Decoder, *, student: Path, dtype: str, card: 
         for key in ("dtype", "torch_dtype"):
             raw[key] = dtype
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+        if not (partial / "generation_config.json").exists():
+            (partial / "generation_config.json").write_text(generation_config(raw), "utf-8")
         hf.save_weights(partial, model, model.config, dtype=jnp.dtype(dtype))
         (partial / "README.md").write_text(card, "utf-8")
 
@@ -150,9 +159,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     run_config(options.run)
     student = options.run / STUDENT_FOLDER
-    check_new_folder(
-        options.out, marks=EXPORT_MARKS, apart=[options.run, student], names=text_files(student)
-    )
+    check_folder(options.out, student, options.run)
     model, step = restore_student(options.run, options.step)
     dtype = options.dtype or str(jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype)
     card = card_at(options.run, step, model)

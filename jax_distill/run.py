@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from jax_distill.config import Config, Failure, Refusal, as_dict, save
 
 PACKAGES = (
     "jax-distill jax jaxlib flax optax orbax-checkpoint tensorstore grain numpy tokenizers "
-    "safetensors torch transformers"
+    "safetensors gguf scipy torch transformers"
 ).split()
 
 # What may change between a run and its resumption: nothing that moves a number.
@@ -51,8 +52,12 @@ FREE_FIELDS = (
     "train.save_every",
     "train.keep",
     "train.profile_steps",
+    "train.ce_baseline",
     "teacher.batch_size",
 )
+
+
+WHOLE_CHECKPOINT = re.compile(r"\d+|step_\d+\.pt")  # Orbax's, torch_ref's
 
 
 def versions() -> dict[str, str]:
@@ -68,7 +73,10 @@ def versions() -> dict[str, str]:
 
 def git_revision() -> str | None:
     """The revision this package runs from (with `-dirty` where files differ), outside git None."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, maybe in an environment inside another repository
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     command += ["--abbrev=40", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -170,7 +178,8 @@ class Run:
         """Create or reopen `config.output_dir`.
 
         Raises:
-            Refusal: another process has it, or it was begun with another configuration.
+            Refusal: another process has it, or it was begun with another configuration or by the
+                other backend, which cannot read its checkpoints.
         """
         self.path = Path(config.output_dir)
         self.started = time.time()
@@ -194,11 +203,11 @@ class Run:
         self._lock.write(f"process {os.getpid()} on {platform.node()}")
         self._lock.flush()
         try:
-            self._check_same(config)
+            self._before = self._read_manifest()
+            self._check_same(config, backend)
         except Refusal:
             self._lock.close()
             raise
-        self._before = self._read_manifest()
         self._seconds_before = self._seconds_of_earlier_commands()
         save(config, self.path / "config.yaml")
         self._manifest = {
@@ -217,8 +226,8 @@ class Run:
     def trained(self) -> bool:
         """Whether there is a whole checkpoint to go on from (either backend's)."""
         folder = self.path / "checkpoints"
-        names = [path.stem for path in folder.iterdir()] if folder.is_dir() else []
-        return any(name.removeprefix("step_").isdecimal() for name in names)
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return any(WHOLE_CHECKPOINT.fullmatch(name) for name in names)
 
     def use_store(self, fingerprint: str) -> None:
         """Note which store the run trains on; a run that was begun on another is refused.
@@ -253,10 +262,16 @@ class Run:
             last = max([last, *(path.stat().st_mtime for path in self.path.glob(wrote))])
         return self._before.get("seconds_before", 0.0) + last - begin
 
-    def _check_same(self, config: Config) -> None:
+    def _check_same(self, config: Config, backend: str) -> None:
         path = self.path / "config.yaml"
         if not self.trained or not path.exists():
             return
+        begun = self._before.get("backend", backend)
+        if begun != backend:
+            raise Refusal(
+                f"{self.path} was begun by the {begun} backend, got {backend}; "
+                "go on with that one, or set another --output_dir"
+            )
         now, default = _flatten(as_dict(config)), _flatten(as_dict(Config()))
         # A field that is younger than the run had its default.
         before = default | _flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {})

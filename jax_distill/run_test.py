@@ -50,6 +50,30 @@ def test_another_configuration_is_refused_once_there_are_checkpoints(tmp_path):
         r.Run(config(tmp_path), backend="jax")
 
 
+def test_a_checkpoint_that_was_never_finished_binds_nobody(tmp_path):
+    with r.Run(config(tmp_path), backend="jax") as run:
+        (run.path / "checkpoints/3.orbax-checkpoint-tmp").mkdir(parents=True)
+        (run.path / "checkpoints/.step_3.pt.tmp").mkdir()
+        assert not run.trained
+    other = config(tmp_path, optimizer=OptimizerConfig(learning_rate=0.5))
+    with r.Run(other, backend="jax") as run:
+        (run.path / "checkpoints/step_3.pt").touch()
+        assert run.trained
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "saved"), [("torch", "jax", "step_3.pt"), ("jax", "torch", "3")]
+)
+def test_a_run_of_the_other_backend_is_refused_and_left_alone(tmp_path, first, second, saved):
+    with r.Run(config(tmp_path), backend=first) as run:
+        (run.path / "checkpoints").mkdir()
+        (run.path / "checkpoints" / saved).touch()
+    before = (tmp_path / "run/manifest.json").read_bytes()
+    with pytest.raises(Refusal, match=f"begun by the {first} backend, got {second}"):
+        r.Run(config(tmp_path), backend=second)
+    assert (tmp_path / "run/manifest.json").read_bytes() == before
+
+
 def test_what_only_concerns_logging_may_change(tmp_path):
     first = config(tmp_path)
     with r.Run(first, backend="jax") as run:

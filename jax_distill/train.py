@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,49 @@ def heldout_means(
     ):
         sums = eval_step(params, sharding.place_batch(mesh, batch))
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    if total is None:
-        return {}
-    values = {k: float(v) for k, v in jax.device_get(means(total)).items()}
-    return {f"heldout_{k}": v for k, v in values.items() if not np.isnan(v)}
+    values = told(means(total)) if total else {}
+    return {f"heldout_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
+
+
+def told(on_device: Any) -> dict[str, float]:
+    """A step's numbers, without those that are not computed where there is no teacher."""
+    values = {k: float(v) for k, v in jax.device_get(on_device).items()}
+    return {k: v for k, v in values.items() if not np.isnan(v) or k in REQUIRED}
+
+
+def not_finite(step: int, found: str, rows: np.ndarray, saved: int | None) -> Failure:
+    """What there is to say when training has broken down."""
+    return Failure(
+        f"step {step}: {found}, rows {rows.tolist()}; last checkpoint: step {saved or 0}; "
+        "lower optimizer.learning_rate, or look at these rows"
+    )
+
+
+class Trace:
+    """jax.profiler's trace of the steps after `steps[0]` up to `steps[1]`: of those of them that
+    this process takes. It ends with the loop at the latest."""
+
+    def __init__(self, folder: Path, steps: list[int] | None) -> None:
+        self._folder, (self._first, self._last) = folder, steps or (0, 0)
+        self._running = False
+
+    def before(self, index: int) -> None:
+        """`index` steps are done, the next one begins."""
+        if self._first <= index < self._last and not self._running:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    def after(self, step: int) -> None:
+        """`step` steps are done."""
+        if self._running and step >= self._last:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.after(self._last)
 
 
 def fit(
@@ -127,7 +166,8 @@ def fit(
     operations, see `train_flops_per_token`, / (its seconds · devices · the card's peak).
 
     Raises:
-        Failure: the loss is not finite; names the step and the rows. Nothing of it is saved.
+        Failure: the loss, or the held-out one, is not finite; names the step and the rows. Nothing
+            of it is saved.
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
     train, (train_store, heldout_store) = config.train, stores
@@ -169,27 +209,20 @@ def fit(
         say("no held-out rows to choose by: the best checkpoint is the last")
     metrics = Metrics(folder, resume_step=first)
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens_per_step)
-    profile = train.profile_steps or [-1, -1]
+    trace = Trace(folder / "profile", train.profile_steps)
     peak = peak_bf16_flops(mesh.devices.flat[0].device_kind)
     clock = time.perf_counter()
-    with StopSignal() as stop, metrics, progress, checkpoints:
+    with StopSignal() as stop, metrics, progress, checkpoints, trace:
         for index, rows, batch in batches(train_store, config, mesh, first=first, steps=steps):
-            if index == profile[0]:
-                jax.profiler.start_trace(str(folder / "profile"))
+            trace.before(index)
             state, on_device = train_step(state, batch)
-            values = {k: float(v) for k, v in jax.device_get(on_device).items()}
-            values = {k: v for k, v in values.items() if not np.isnan(v) or k in REQUIRED}
+            values = told(on_device)
             step = index + 1
-            if step == profile[1]:
-                jax.profiler.stop_trace()
+            trace.after(step)
 
             if not np.isfinite(values["loss"] + values["gradient_norm"]):
-                raise Failure(
-                    f"step {step}: loss {values['loss']}, "
-                    f"gradient norm {values['gradient_norm']}, rows {rows.tolist()}; "
-                    f"last checkpoint: step {checkpoints.latest_step() or 0}; "
-                    "lower optimizer.learning_rate, or look at these rows"
-                )
+                broken = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
+                raise not_finite(step, broken, rows, checkpoints.latest_step())
             if not values["valid_tokens"]:
                 say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
             now = time.perf_counter()
@@ -203,6 +236,9 @@ def fit(
             at_save = at_eval or bool(train.save_every and step % train.save_every == 0)
             if at_eval:
                 values |= heldout_means(eval_step, state.params, heldout_store, config, mesh)
+                if not np.isfinite(values.get("heldout_loss", 0.0)):
+                    broken = f"held-out loss {values['heldout_loss']} after it"
+                    raise not_finite(step, broken, rows, checkpoints.latest_step())
             if at_eval or step % train.log_every == 0 or step == 1:
                 metrics.log(step, values)
             stopping = stop.received  # read once: it may come between the save and the stop
@@ -214,10 +250,12 @@ def fit(
                     heldout=values.get("heldout_kl", values.get("heldout_loss")),
                 )
             progress.update(step, values["loss"])
-            if stopping and step < steps:
+            if stopping:
                 raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
             if at_eval or at_save:
                 clock = time.perf_counter()
+        if stop.received:  # since the last step was saved
+            raise Stopped(f"{what}: {stop.received} after step {steps} of {steps}, state saved")
     return nnx.merge(graphdef, state.params)
 
 
@@ -257,6 +295,7 @@ def run_gate(config: Config, teacher_folder: Path, store: Store, mesh: Mesh) -> 
         rows=config.teacher.batch_size,
         temperature=config.loss.temperature,
         tolerance=tolerance,
+        mesh=mesh,
     )
     say(line)
 
@@ -277,6 +316,7 @@ def final_table(
         evaluate.table_rows(store),
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
+        mesh=mesh,
     )
     evaluate.print_table(table)
     return table
@@ -289,9 +329,11 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     train_store, heldout_store = teacher.write_stores(config)
     run.use_store(train_store.manifest.fingerprint)
     vocab_size = student.vocabulary_size(folder, train_store)
+    export.check_folder(run.path / "export", folder)
     if teacher_folder:
         columns = hf.model_config(hf.read_config(folder)).vocab_size
         evaluate.check_columns(columns, "student", heldout_store)
+        evaluate.check_targets(heldout_store, evaluate.table_rows(heldout_store))
     steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
     if teacher_folder and config.loss.kl_weight and not run.trained:
         run_gate(config, teacher_folder, train_store, mesh)
