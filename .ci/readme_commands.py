@@ -2,7 +2,8 @@
 
 ```bash            runs as it stands
 ```bash long       runs with 2 steps and few rows (a command of more than 5 minutes)
-```bash needs-gpu  (or needs-hub, needs-cluster, planned) is shown and not run here
+```bash needs-gpu  (or needs-hub, needs-cluster, planned) is shown and not run here; the options of
+                   training commands are read
 """
 
 import re
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 FENCE = re.compile(r"^```(?:bash|sh)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TRAINING = re.compile(r"^python -m jax_distill\.train (?:.*\\\n)*.*", re.MULTILINE)
 SHORT = "--train.steps 2 --data.max_rows 16 --data.max_heldout_rows 8"
 NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "planned"}
 
@@ -29,6 +31,8 @@ def main() -> int:
             return 1
         if words & NOT_HERE:
             print(f"-- not here ({info.strip()}):\n{commands}", flush=True)
+            for command in TRAINING.findall(commands):
+                subprocess.run(f"{command} --print_config > /dev/null", shell=True, check=True)
             continue
         if "long" in words:
             commands = re.sub(r"(--config \S+)", rf"\1 {SHORT}", commands)

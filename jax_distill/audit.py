@@ -234,6 +234,11 @@ def audit(store: Store, options: argparse.Namespace) -> bool:
             )
             return False
         say(f"{store.path}: every checksum of {len(store.commits)} shards is right")
+    if options.spot_check and not store.manifest.top_k:
+        raise Refusal(
+            f"expected a store with a teacher for --spot_check, got rows alone at {store.path}; "
+            "leave --spot_check"
+        )
     if not store.manifest.top_k or not store.commits:
         return True
     committed = [np.arange(c["first_row"], c["last_row"] + 1) for c in store.commits.values()]

@@ -5,6 +5,7 @@ step into a temporary folder and renames it, so a kill leaves whole checkpoints 
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,9 @@ class Checkpoints:
 
         `read_only` touches nothing there: a run may be saving into it.
         """
+        logging.getLogger("absl").setLevel(
+            logging.CRITICAL
+        )  # Orbax narrates; its errors are raised
         self._seed = seed
         self._last_saved = -1
         policy = AnyPreservationPolicy(

@@ -323,7 +323,12 @@ def change_tokenizer(config: Config) -> Config:
 
 
 def change_text(config: Config) -> Config:
-    text_file(Path(str(config.data.path)), seed=1)
+    """Case 8: one token of one document."""
+    path = Path(str(config.data.path))
+    first, *rest = path.read_text().splitlines()
+    word, *words = json.loads(first)["text"].split()
+    other = "w7" if word != "w7" else "w8"
+    path.write_text("\n".join([json.dumps({"text": " ".join([other, *words])}), *rest]))
     return config
 
 

@@ -4,7 +4,6 @@ What is missing is made, in order: the store (the teacher runs once), the studen
 Then the gate, the loop, the held-out table, the export and the report. The same command resumes.
 """
 
-import logging
 import os
 import time
 from collections import deque
@@ -395,7 +394,6 @@ def last_heldout(folder: Path) -> dict[str, float]:
 
 def main(config: Config) -> None:
     """Train as configured; `python -m jax_distill.train` calls this with the command line's."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -47,13 +47,6 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _listed(index: Path) -> set[str]:
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refusal(f"expected a weight_map in {index}, got {error!r}; fetch it") from error
-
-
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
