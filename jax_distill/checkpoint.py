@@ -31,7 +31,7 @@ class Checkpoints:
         """
         logging.getLogger("absl").setLevel(
             logging.CRITICAL
-        )  # Orbax narrates; its errors are raised
+        )  # Orbax narrates what it raises, too
         self._seed = seed
         self._last_saved = -1
         policy = AnyPreservationPolicy(
