@@ -23,7 +23,7 @@ PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("j
 
 
 def test_head_measures_writes_rows_and_draws(tmp_path, capsys):
-    rows_at, plot_at = tmp_path / "rows.json", tmp_path / "plot.png"
+    rows_at, plot_at = tmp_path / "new" / "rows.json", tmp_path / "other" / "plot.png"
     options = ["--implementation", "fused,kl_and_grads", "--repeats", "1", "--dtype", "float32"]
     written = ["--json", str(rows_at), "--plot", str(plot_at)]
     assert bench.main(["head", *TOY, *options, *written]) == 0
@@ -100,7 +100,7 @@ def test_the_answer_for_peers_is_that_of_the_losses(tmp_path):
 
 @pytest.mark.slow
 def test_peers_agree_and_who_is_not_installed_is_named(tmp_path):
-    rows_at = tmp_path / "rows.json"
+    rows_at = tmp_path / "new" / "rows.json"
     size = ["--tokens", "32", "--hidden", "16", "--vocab", "512", "--top_k", "7"]
     assert bench.main(["peers", *size, "--chunk_size", "8", "--json", str(rows_at)]) == 0
     rows = {row["label"]: row for row in json.loads(rows_at.read_text())}
@@ -128,15 +128,16 @@ def test_the_gpu_check_covers_every_implementation_length_and_chunk():
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="needs a checkout")
 def test_the_gpu_check_runs_at_toy_size(tmp_path):
-    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
+    out = tmp_path / "new"
+    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable}
     command = ["bash", str(ROOT / ".ci/gpu_check.sh"), "--toy"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    ours = json.loads((tmp_path / "gpu_check_jax.json").read_text())
+    ours = json.loads((out / "gpu_check_jax.json").read_text())
     assert len(ours["correctness"]) == 10 and all(row["right"] for row in ours["correctness"])
     assert {row["implementation"] for row in ours["head"]} == set(head.PRODUCTS)
     assert all(row["peak_gib"] and row["seconds"] for row in ours["head"])
-    theirs = json.loads((tmp_path / "gpu_check_torch.json").read_text())
+    theirs = json.loads((out / "gpu_check_torch.json").read_text())
     assert len({row["implementation"] for row in theirs}) == 4
     assert all(row["seconds"] for row in theirs)
 
@@ -148,6 +149,10 @@ def test_the_gpu_check_runs_at_toy_size(tmp_path):
         (["--tokens", "1k"], "1k"),
         (["--top_k", "600"], "top_k"),
         (["--plan", "h300"], "h300"),
+        (["--json", "."], "expected --json to be a file"),
+        (["--json", "/dev/null/rows.json"], "expected --json to be a file"),
+        (["--plot", "plot.bmp"], "expected --plot to end in .png"),
+        (["--plot", "/dev/null/plot.png"], "expected --plot to be a file"),
         (["--tokens", "32768", "--hidden", "4096", "--vocab", "131072"], "CPU"),
     ],
 )
@@ -155,6 +160,20 @@ def test_head_refuses_nonsense_in_one_line(options, word):
     with pytest.raises(Refusal, match=word) as refusal:
         bench.main(["head", *TOY, *options])
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("words", [["peers", *TOY], ["gpu_check", "--toy"]])
+def test_rows_that_cannot_be_written_are_refused_before_the_work(words, monkeypatch):
+    monkeypatch.setattr(peers, "make_inputs", None)
+    with pytest.raises(Refusal, match="expected --json to be a file.*; name another"):
+        bench.main([*words, "--json", "/dev/null/rows.json"])
+
+
+@pytest.mark.slow
+def test_so_are_those_of_torch_ref():
+    command = [sys.executable, "-m", "torch_ref.head", "--json", "/dev/null/rows.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "expected --json to be a file" in done.stderr
 
 
 def test_an_unknown_benchmark_is_refused():

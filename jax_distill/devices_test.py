@@ -29,6 +29,11 @@ def test_every_card_that_can_be_planned_for_has_a_peak():
         assert devices.peak_bf16_flops(gpu.name) == devices.BF16_TFLOPS[key] * 1e12
 
 
+def test_the_memory_is_what_the_driver_reports_not_what_the_box_says():
+    """nvidia-smi of an RTX PRO 6000 Blackwell, every edition: 97887 MiB, of 96 GiB on the card."""
+    assert devices.GPUS["rtx6000pro"].memory_bytes == 97887 * 2**20
+
+
 @pytest.mark.parametrize(
     "name",
     [

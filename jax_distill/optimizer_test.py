@@ -171,6 +171,28 @@ def test_a_part_of_the_parameters_is_updated_as_in_the_whole():
     np.testing.assert_array_equal(mine[0].nu["w"][0], moments[0].nu["w"][1])
 
 
+def test_bf16_parameters_move_by_chance_and_each_step_has_its_own():
+    """0.02 + 1e-5, 400 times: to nearest none would stay. See rounding_test.py for the spread."""
+    start = {"w": jnp.full(4096, 0.02, jnp.bfloat16)}
+    updates = {"w": jnp.full(4096, 1e-5, jnp.float32)}
+
+    def add(step, params):
+        return apply_updates(params, updates, seed=3, step=step)
+
+    moved = np.asarray(jax.lax.fori_loop(0, 400, add, start)["w"].astype(jnp.float32))
+    spacing = 2.0**-13
+    error = (400 / 4 * spacing**2 / 4096) ** 0.5
+    assert moved.mean() == pytest.approx(float(start["w"][0]) + 4e-3, abs=5 * error)
+    first, again, second = (np.asarray(add(step, start)["w"]) for step in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    up = [draw > np.asarray(start["w"]) for draw in (first, second)]
+    odds = 1e-5 / spacing
+    for draw in up:
+        assert draw.mean() == pytest.approx(odds, abs=5 * (odds / 4096) ** 0.5)
+    # Independent draws agree where both go up by the square of the odds.
+    assert (up[0] & up[1]).mean() == pytest.approx(odds**2, abs=5 * odds / 64)
+
+
 @pytest.mark.parametrize(
     "fields,words",
     [

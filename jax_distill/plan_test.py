@@ -47,6 +47,8 @@ cache: {top_k: 16, shard_rows: 24}
 loss: {chunk_size: 16}
 train: {batch_size: 8, compute_dtype: float32, remat: layer}
 """
+PER_TOKEN = 4 * 4 + 1 + 16 * (4 + 4) + 4 + 4
+"""Bytes of a token in the batch: four rows of int32, the mask, 16 ids with log p, tail, count."""
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +75,8 @@ def test_the_parts_are_the_peak_and_the_lasting_ones_are_their_shapes(small, fil
     parameters = student.count_parameters(program.student_architecture(config))
     assert small.parts["parameters"] == 4 * parameters
     assert small.parts["optimizer_state"] == 2 * 4 * parameters + 3 * 4  # two counters and the step
-    per_token = 4 * 4 + 1 + 16 * (4 + 4) + 4 + 4
-    assert small.parts["store_batch"] == (1 + train.READ_AHEAD) * 8 * 64 * per_token
-    counted = 3 * 4 * parameters + 3 * 4 + 8 * 64 * per_token
+    assert small.parts["store_batch"] == (1 + train.READ_AHEAD) * 8 * 64 * PER_TOKEN
+    counted = 3 * 4 * parameters + 3 * 4 + 8 * 64 * PER_TOKEN
     assert small.argument_bytes == counted
     assert parameters < small.parts["gradients"] < 8 * parameters  # by shape: some are gone
     assert small.fits and small.peak_phase in small.phases
@@ -198,7 +199,7 @@ def test_the_cpu_plan_is_what_a_running_step_takes(file, tmp_path):
 
 
 def test_it_says_whether_it_fits_by_its_exit_code(file, small, tmp_path, capsys, monkeypatch):
-    wanted = [tmp_path / "plan.json", tmp_path / "plan.png"]
+    wanted = [tmp_path / "runs" / "plan.json", tmp_path / "figures" / "plan.png"]
     less = 0.9 * small.peak_bytes / small.device_bytes
     options = ["--config", file, "--device", "cpu", "--memory_fraction", str(less)]
     options += ["--json", str(wanted[0]), "--plot", str(wanted[1])]
@@ -219,10 +220,14 @@ def test_it_says_whether_it_fits_by_its_exit_code(file, small, tmp_path, capsys,
     [
         (["--device", "h300"], "h300"),
         (["--device", "cpu", "--devices", "0"], "--devices"),
-        (["--device", "cpu", "--devices", "9"], "9 CPU devices"),
+        (["--device", "cpu", "--devices", "9"], "9 CPU devices.*XLA_FLAGS"),
         (["--device", "cpu", "--devices", "3"], "multiple of the 3 devices"),
         (["--device", "cpu", "--memory_fraction", "2"], "--memory_fraction"),
         (["--device", "cpu", "--margin", "1"], "--margin"),
+        (["--device", "cpu", "--json", "."], "expected --json to be a file"),
+        (["--device", "cpu", "--json", "/dev/null/x.json"], "expected --json to be a file"),
+        (["--device", "cpu", "--plot", "x.bmp"], "expected --plot to end in .png"),
+        (["--device", "cpu", "--plot", "/dev/null/x.png"], "expected --plot to be a file"),
         (["--device", "cpu", "--sweep", "loss.chunk_size"], "--sweep"),
         (["--device", "cpu", "--sweep", "loss.chunk=1,2"], "loss.chunk_size"),
         (["--device", "cpu", "--longest", "--suggest"], "one of"),
@@ -235,6 +240,16 @@ def test_nonsense_is_refused_in_one_line(file, options, word):
     with pytest.raises(Refusal, match=word) as refusal:
         command.command(["--config", file, *options])
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("variable", target.FRACTION_VARIABLES)
+@pytest.mark.parametrize("text", ["95", "0", "-0.5", "nan", "most"])
+def test_a_share_in_the_environment_is_a_share(monkeypatch, variable, text):
+    for each in target.FRACTION_VARIABLES:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(Refusal, match=rf"expected {variable} in \(0, 1\], .*'{text}'; "):
+        target.find_target("h200", 1)
 
 
 def test_a_hub_id_whose_architecture_is_shipped_needs_no_hub():
@@ -318,17 +333,61 @@ def test_suggestions_are_tried_and_what_fits_comes_first(file, small, monkeypatc
 
 
 def test_knobs_that_are_not_enough_alone_are_joined(file, small, monkeypatch):
-    saves = {"a": 10, "b": 20, "c": 30}
+    knobs = [suggest.Knob(1, name, (f"{name}=1",)) for name in "ab"]
+    monkeypatch.setattr(search.Question, "plan", planned_from(small, {"a": 10, "b": 20}))
+    monkeypatch.setattr(suggest, "knobs_of", lambda *_: knobs)
+    found = suggest.suggest(question(file), None, None, room(small, -30))
+    assert found[0][0].options == ("a=1", "b=1") and found[0][1].fits
+
+
+def test_a_knob_that_is_refused_or_takes_more_beside_the_others_is_left_out(
+    file, small, monkeypatch
+):
+    """As with 16 rows a step, 1 at once: `layerwise` wants all 16 at once, and more devices split
+    1; a larger share of the card helps though the peak stays."""
+    saves = {"rows": 10, "layerwise": -50, "clipless": 15, "devices": 15}
+    knobs = [
+        suggest.Knob(suggest.FREE, "all of the card", fraction=0.95),
+        suggest.Knob(suggest.SLOWER, "fewer rows", ("rows=1",)),
+        suggest.Knob(suggest.NUMBERS, "layer by layer", ("layerwise=1", "rows=16")),
+        suggest.Knob(suggest.NUMBERS, "refused beside rows=1", ("clipless=1",)),
+        suggest.Knob(suggest.HARDWARE, "devices", ("devices=2",), devices=2),
+    ]
+    refused = [{"layerwise", "devices"}, {"rows", "clipless"}]
+    monkeypatch.setattr(search.Question, "plan", planned_from(small, saves, refused))
+    monkeypatch.setattr(suggest, "knobs_of", lambda *_: knobs)
+    found = suggest.suggest(question(file), None, None, room(small, -30))
+    best, of = found[0]
+    assert of.fits and best.command == "rows=1 devices=2 --devices 2 XLA_CLIENT_MEM_FRACTION=0.95"
+    assert best.cost == "all of the card; fewer rows; devices"
+    assert [knob.options for knob, _ in found if knob.fraction] == [
+        ("rows=1", "devices=2"),
+        (),
+        ("rows=1",),
+    ]
+
+
+def test_of_a_key_that_two_joined_knobs_set_the_latter_counts():
+    first, second = suggest.Knob(1, "a", ("x=1", "y=1")), suggest.Knob(2, "b", ("y=2",), devices=8)
+    assert suggest._join(first, second) == suggest.Knob(2, "a; b", ("x=1", "y=2"), devices=8)
+
+
+def room(of: plan.Plan, margin: int) -> plan.Plan:
+    """A plan that leaves `margin` bytes."""
+    return dataclasses.replace(of, peak_bytes=100 - margin, fits=margin >= 0, margin_bytes=margin)
+
+
+def planned_from(small, saves, refused=()):
+    """`Question.plan` where options save bytes of 30 too many, all of the card gives 5 more, and
+    sets of options are refused."""
 
     def planned(self, *options, devices=None, fraction=None):
-        saved = sum(saves[option.split("=")[0]] for option in options)
-        return dataclasses.replace(small, peak_bytes=100 - saved, fits=saved >= 30)
+        keys = {option.split("=")[0] for option in options}
+        if any(keys >= together for together in refused):
+            raise Refusal("expected one, got both; choose")
+        return room(small, sum(saves[key] for key in keys) - 30 + (5 if fraction else 0))
 
-    knobs = [suggest.Knob(1, name, (f"{name}=1",)) for name in "ab"]
-    monkeypatch.setattr(search.Question, "plan", planned)
-    monkeypatch.setattr(suggest, "knobs_of", lambda *_: knobs)
-    found = suggest.suggest(question(file), None, None)
-    assert found[0][0].options == ("a=1", "b=1") and found[0][1].fits
+    return planned
 
 
 @pytest.mark.parametrize("limit", [1, 500, 512, 700, 777, 5000])
@@ -346,11 +405,26 @@ def test_the_longest_row_is_found_to_its_granularity(file, small, monkeypatch, l
     assert len(rows) < 25
 
 
-@needs_plugin
-def test_a_step_is_planned_for_an_h200(file):
+def needs_cudnn() -> None:
     pytest.importorskip("nvidia.cudnn", reason="needs cuDNN's wheel: jax_distill[plan]")
+
+
+@needs_plugin
+def test_a_step_is_planned_for_an_h200(file, monkeypatch):
+    needs_cudnn()
     config = load(["--config", file, "--train.compute_dtype=bfloat16"])
+    told, memory_of = [], devices.memory_of
+    monkeypatch.setattr(devices, "memory_of", lambda c: told.append(memory_of(c)) or told[-1])
     found = plan.main(config, device="h200")
+    (memory,) = told
+    parameters = student.count_parameters(program.student_architecture(config))
+    assert found.parts["parameters"] == 4 * parameters
+    assert found.parts["optimizer_state"] == 2 * 4 * parameters + 3 * 4
+    assert found.parts["store_batch"] == (1 + train.READ_AHEAD) * 8 * 64 * PER_TOKEN
+    temporary = found.parts["gradients"] + found.parts["loss_chunk"]
+    assert 0 < temporary <= memory.temps
+    temporary += found.parts["activations_and_temps"]
+    assert memory.temps <= temporary <= memory.temps + 4096  # the metrics, and what holds them
     assert found.device == "NVIDIA H200" and found.attention == "cudnn"
     assert sum(found.parts.values()) == found.peak_bytes and min(found.parts.values()) >= 0
     assert found.parts["gradients"] > 0 and found.phases
@@ -363,6 +437,82 @@ def test_a_step_is_planned_for_an_h200(file):
     attention = layers * 9 * 64 * length  # two causal products, made again, and five backward
     counted = tokens * (8 * linears + 6 * 520 * 32 + attention)
     assert found.xla_flops_per_step == pytest.approx(counted, rel=0.02)
+
+
+@needs_plugin
+def test_a_step_is_planned_for_eight_h200s_that_split_it(file):
+    needs_cudnn()
+    options = ["--train.compute_dtype=bfloat16", "--mesh.data=1", "--mesh.fsdp=8"]
+    config = load(["--config", file, *options])
+    found = plan.main(config, device="h200", devices=8)
+    assert found.devices == 8 and found.attention == "cudnn"
+    assert sum(found.parts.values()) == found.peak_bytes and min(found.parts.values()) >= 0
+    parameters = student.count_parameters(program.student_architecture(config))
+    assert found.parts["parameters"] == pytest.approx(4 * parameters / 8, rel=0.03)  # norms: whole
+    assert found.parts["optimizer_state"] == pytest.approx(8 * parameters / 8, rel=0.03)
+    assert found.parts["store_batch"] == (1 + train.READ_AHEAD) * 64 * PER_TOKEN  # a row of eight
+    assert found.parts["gradients"] > 0 and found.phases
+    # Parameters come together for the products, gradients are summed.
+    assert {"all-gather"} < set(found.collectives)
+    gathered = found.collectives["all-gather"]
+    assert gathered["count"] > 0 and gathered["bytes"] > 2 * parameters / 8
+
+
+@needs_plugin
+def test_the_teacher_is_planned_for_an_h200(file):
+    needs_cudnn()
+    config = load(["--config", file, "--teacher.dtype=bfloat16"])
+    found = plan.main(config, device="h200", step="teacher")
+    assert found.attention == "cudnn" and sum(found.parts.values()) == found.peak_bytes
+    parameters = student.count_parameters(program.student_architecture(config))  # the same model
+    assert found.parts["parameters"] == 2 * parameters
+    assert found.parts["gradients"] == found.parts["optimizer_state"] == 0
+    assert set(found.phases) == {"forward", "loss"}
+    assert max(found.phases.values()) <= found.peak_bytes
+    temporary = found.phases["loss"] - found.parts["parameters"] - found.parts["store_batch"]
+    assert 0 < temporary < 4 * 8 * 64 * 520  # never all the logits
+
+
+PROMISED = {
+    "dense": (["--loss.implementation=dense"], 78.3),  # the paper's, measured
+    "forward_chunked": (["--loss.implementation=forward_chunked"], 61.8),  # the paper's
+    "fused": ([], 58.3),  # the paper's fused_chunked
+    "layerwise": (["--optimizer.layerwise=true", "--optimizer.clip_norm=null"], 50.0),
+    "fused at 32K": (["--data.sequence_length=32768"], 65.0),
+}
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PROMISED)
+def test_the_promised_peaks_hold_for_an_h200(case):
+    """GB, the 3.2B student at 8K, one row a step: what README.md and PAPER.md set out to beat."""
+    needs_cudnn()
+    options, most = PROMISED[case]
+    config = load(
+        ["--config", "configs/llama31_8b_to_3b_8k.yaml", "--train.batch_size=1", *options]
+    )
+    found = plan.main(config, device="h200")
+    assert found.attention == "cudnn" and found.fits
+    assert found.peak_bytes / 1e9 < most
+
+
+def test_without_cudnn_its_attention_is_not_planned(file, monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def without(name, *more):
+        if name == "nvidia":
+            return SimpleNamespace()
+        return None if name == "nvidia.cudnn" else find_spec(name, *more)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.setattr(program, "fast_attention", lambda *_: "cudnn")
+    here = target.find_target("cpu", 1)
+    config, gpu = load(["--config", file]), dataclasses.replace(here, name="a GPU", planned=True)
+    line = r"cuDNN's library .* a GPU, got none; do pip install 'jax_distill\[plan\]'"
+    with pytest.raises(Refusal, match=line):
+        program.make_program(config, gpu, "train")
+    target.need_cudnn(here)  # of a card that is here, JAX says so itself
 
 
 @needs_plugin

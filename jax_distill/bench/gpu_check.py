@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_distill import losses
-from jax_distill.bench import head, peers
+from jax_distill.bench import head, peers, places
 from jax_distill.config import CommandLine, Failure, run_command
 from jax_distill.devices import NO_AUTOTUNING
 
@@ -98,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=210.0, help="begin no case after these")
     parser.add_argument("--json", type=Path, help="write all rows here")
     options = parser.parse_args(argv)
+    places.check_place(options.json, "--json")
     start = time.perf_counter()
     written: dict[str, Any] = {"jax": jax.__version__, "correctness": [], "head": []}
 

@@ -55,9 +55,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_distill import devices, losses
-from jax_distill.bench import process
+from jax_distill.bench import places, process
 from jax_distill.bench.head_plot import draw
-from jax_distill.config import CommandLine, Refusal
+from jax_distill.config import FIGURES, CommandLine, Refusal
 
 PRODUCTS = {
     "dense": 3,
@@ -341,7 +341,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--plan", metavar="GPU", help=f"one of {', '.join(devices.GPUS)}")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs, the median counts")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--plot", type=Path, help="draw memory against tokens here")
+    parser.add_argument("--plot", type=Path, help=f"draw it here ({', '.join(FIGURES)})")
     options = parser.parse_args(argv)
     names = options.implementation.split(",")
     if unknown := sorted(set(names) - set(PRODUCTS)):
@@ -355,6 +355,8 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
         for name in names
         for chunk_size in numbers(options.chunk_size)
     ]
+    places.check_place(options.json, "--json")
+    places.check_place(options.plot, "--plot", FIGURES)
     return options, list(dict.fromkeys(cases))
 
 

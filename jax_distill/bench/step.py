@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_distill import devices, losses
-from jax_distill.bench import process
+from jax_distill.bench import places, process
 from jax_distill.config import CommandLine, Config, Failure, Refusal, load
 from jax_distill.model import ModelConfig
 from jax_distill.plan.program import Program, make_program, student_columns
-from jax_distill.plan.target import Target, find_target
+from jax_distill.plan.target import Target, ask_for_cpus, find_target
 from jax_distill.rounding import key_of, random_bits
 from jax_distill.step import TrainState
 
@@ -117,7 +117,8 @@ def paper_of(setup: str, model: ModelConfig, sequence_length: int) -> Paper | No
 
 
 def local_target(count: int) -> Target:
-    """The devices that are here."""
+    """The devices that are here. To be called before JAX first looks for them."""
+    ask_for_cpus(count)
     platform = jax.local_devices()[0].platform
     return find_target("cpu" if platform == "cpu" else "local", count)
 
@@ -262,6 +263,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], li
         raise Refusal(f"expected --steps of 1 at least, got {options.steps}")
     if options.in_process and len(setups) > 1:
         raise Refusal(f"expected one setup with --in_process, got {options.setups}; name one")
+    places.check_place(options.json, "--json")
     return options, setups, rest
 
 

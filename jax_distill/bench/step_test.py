@@ -1,6 +1,8 @@
 """`bench step` on a CPU: rows, table, refusals, a setup that dies, the paper's figures."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -15,7 +17,7 @@ SMALL += ["--config", "configs/quickstart.yaml", "--cache.top_k", "8"]
 
 
 def test_each_setup_runs_in_its_own_process_and_the_table_stands_beside_the_plan(tmp_path, capsys):
-    rows_at = tmp_path / "rows.json"
+    rows_at = tmp_path / "new" / "rows.json"
     options = ["--setups", "fused_chunked,fused", "--json", str(rows_at)]
     assert bench.main(["step", *SMALL, *options]) == 0
     chunked, fused = json.loads(rows_at.read_text())
@@ -48,6 +50,8 @@ def test_overrides_reach_the_step(tmp_path):
         (["--setups", "fused,fast"], "'fast'"),
         (["--steps", "0"], "--steps"),
         (["--in_process"], "one setup"),
+        (["--json", "."], "expected --json to be a file"),
+        (["--json", "/dev/null/rows.json"], "expected --json to be a file"),
         (["--optimizer.layerwize", "true"], "optimizer.layerwise"),
         (["--setups", "fused", "--in_process", "--data.sequence_length", "1000000"], "CPU"),
     ],
@@ -56,6 +60,14 @@ def test_nonsense_is_refused_in_one_line(options, word):
     with pytest.raises(Refusal, match=word) as refusal:
         bench.main(["step", *SMALL, *options])
     assert "\n" not in str(refusal.value)
+
+
+def test_several_devices_of_a_cpu_need_no_flag():
+    words = "from jax_distill.bench import step; print(len(step.local_target(2).devices))"
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    command = [sys.executable, "-c", words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "2\n", done.stderr
 
 
 def test_a_setup_that_dies_leaves_the_others_and_exit_code_1(monkeypatch, capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: every rope type of HF's Llama."""
+"""Rotary position embeddings: every rope type of HF's Llama but longrope, which is refused."""
 
 import math
 

@@ -1,13 +1,14 @@
 """The command line of the planner."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_distill.config import CommandLine, Config, Refusal
+from jax_distill.config import FIGURES, CommandLine, Config, Refusal, check_new_file
 from jax_distill.devices import GPUS
 from jax_distill.plan import search, show
 from jax_distill.plan.planning import Plan, make_plan
@@ -38,7 +39,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--margin", type=float, default=RESERVE, help="share of that to keep free (%(default)s)"
     )
     parser.add_argument("--json", type=Path, help="write the plan here")
-    parser.add_argument("--plot", type=Path, help="draw it here (PNG)")
+    parser.add_argument("--plot", type=Path, help=f"draw it here ({', '.join(FIGURES)})")
     parser.add_argument("--suggest", action="store_true", help="what would make it fit")
     parser.add_argument("--sweep", nargs="+", metavar="KEY=A,B", help="plan every combination")
     parser.add_argument("--longest", action="store_true", help="the longest row that fits")
@@ -53,6 +54,11 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise Refusal(f"expected --margin in [0, 1), a share, got {options.margin}")
     if options.granularity < 1:
         raise Refusal(f"expected --granularity of 1 token at least, got {options.granularity}")
+    for path, option, suffixes in ((options.json, "--json", ()), (options.plot, "--plot", FIGURES)):
+        if path:
+            with contextlib.suppress(OSError):  # the check says what is wrong with it
+                path.parent.mkdir(parents=True, exist_ok=True)
+            check_new_file(path, option, suffixes)
     return options, rest
 
 
@@ -92,7 +98,7 @@ def _suggest(question: search.Question, plan: Plan) -> list[dict[str, Any]]:
     if plan.fits:
         say("it fits as it is: nothing to suggest")
         return []
-    found = suggest(question, question.config(), question.target())
+    found = suggest(question, question.config(), question.target(), plan)
     rows: Rows = [({"change": knob.command, "cost": knob.cost}, of) for knob, of in found]
     show.print_rows(rows, "what would help, tried; the best first", parts=False)
     return [

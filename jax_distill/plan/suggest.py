@@ -137,14 +137,14 @@ def _spread(config: Config, step: str, devices: int) -> Knob:
     return Knob(HARDWARE, cost, (*split, *sizes), devices=devices)
 
 
-def suggest(question: Question, config: Config, target: Target) -> Found:
+def suggest(question: Question, config: Config, target: Target, plan: Plan) -> Found:
     """Each knob alone; where none is enough, one after the other together until it fits. Ranked:
-    what fits first, then by effort, then by size."""
+    what fits first, then by effort, then by size. plan: of the configuration as it stands."""
     found: Found = []
     for knob in knobs_of(question, config, target):
         found.append((knob, _turn(question, knob)))
     if not any(_fits(plan) for _, plan in found):
-        found += _together(question, found)
+        found += _together(question, found, plan)
 
     def rank(row: tuple[Knob, Plan | str]) -> tuple[int, int, int]:
         knob, plan = row
@@ -165,29 +165,37 @@ def _turn(question: Question, knob: Knob) -> Plan | str:
     return plan
 
 
-def _together(question: Question, found: Sequence[tuple[Knob, Plan | str]]) -> Found:
+def _together(question: Question, found: Sequence[tuple[Knob, Plan | str]], plan: Plan) -> Found:
     """Knobs joined one by one, the cheap before the dear and more devices last, until it fits; of
-    those that turn one key the one that saved most."""
-    best: dict[str, tuple[int, Knob]] = {}
-    for knob, plan in found:
+    those that turn one key the one that saved most. Left out is a knob that is refused beside those
+    before it, or leaves no more memory than they did."""
+    best: dict[str, tuple[Plan, Knob]] = {}
+    for knob, of in found:
         key = knob.options[0].split("=")[0] if knob.options else ""
-        if isinstance(plan, Plan) and (key not in best or plan.peak_bytes < best[key][0]):
-            best[key] = (plan.peak_bytes, knob)
-    order = sorted((knob for _, knob in best.values()), key=lambda k: (k.devices or 0, k.effort))
+        if isinstance(of, Plan) and (key not in best or of.peak_bytes < best[key][0].peak_bytes):
+            best[key] = (of, knob)
     joined: Found = []
-    whole = None
-    for knob in order:
-        if whole is None:
-            whole = knob
+    whole, left = None, plan.margin_bytes  # the peak, and of a larger share of the card its pool
+    for alone, knob in sorted(best.values(), key=lambda b: (b[1].devices or 0, b[1].effort)):
+        both = knob if whole is None else _join(whole, knob)
+        turned = alone if whole is None else _turn(question, both)
+        if isinstance(turned, str) or turned.margin_bytes <= left:
             continue
-        whole = Knob(
-            effort=max(whole.effort, knob.effort),
-            cost=f"{whole.cost}; {knob.cost}",
-            options=(*whole.options, *knob.options),
-            devices=knob.devices or whole.devices,
-            fraction=knob.fraction or whole.fraction,
-        )
-        joined.append((whole, _turn(question, whole)))
-        if _fits(joined[-1][1]):
+        if whole is not None:
+            joined.append((both, turned))
+        whole, left = both, turned.margin_bytes
+        if turned.fits:
             break
     return joined
+
+
+def _join(first: Knob, second: Knob) -> Knob:
+    """Both turned; of a key that both set, the second's value."""
+    values = dict(option.split("=", 1) for option in (*first.options, *second.options))
+    return Knob(
+        effort=max(first.effort, second.effort),
+        cost=f"{first.cost}; {second.cost}",
+        options=tuple(f"{key}={value}" for key, value in values.items()),
+        devices=second.devices or first.devices,
+        fraction=second.fraction or first.fraction,
+    )

@@ -1,6 +1,7 @@
 """What is planned for: devices to shard shapes over, and the bytes a process gets of each."""
 
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax_distill.config import Refusal
 POOL_FRACTION = 0.75
 """Of a GPU's memory that JAX takes when it starts, unless the environment says otherwise."""
 FRACTION_VARIABLES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+CPUS_FLAG = "xla_force_host_platform_device_count"
 RESERVE = 0.03
 """Share of the pool left for what no plan sees (`Target.unseen`). Stated, not measured."""
 
@@ -91,22 +93,36 @@ def _pool(fraction: float | None) -> tuple[float, str]:
         text = os.environ.get(variable, "")
         if text:
             try:
-                return float(text), f"{variable}={text}"
+                share = float(text)
             except ValueError:
-                raise Refusal(f"expected a number in {variable}, got {text!r}") from None
+                share = math.nan
+            if not 0 < share <= 1:
+                raise Refusal(
+                    f"expected {variable} in (0, 1], a share of the GPU, got {text!r}; "
+                    "correct or unset it"
+                )
+            return share, f"{variable}={text}"
     return POOL_FRACTION, f"JAX takes {POOL_FRACTION:.0%} of a GPU unless told otherwise"
 
 
-def _cpu(count: int, fraction: float | None) -> Target:
-    jax.config.update("jax_platforms", "cpu")
-    if count > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+def ask_for_cpus(count: int) -> None:
+    """Have JAX find `count` devices on the CPU, unless it has looked or XLA_FLAGS says how many."""
+    if count > 1 and CPUS_FLAG not in os.environ.get("XLA_FLAGS", ""):
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:  # JAX has looked already: what it found has to do
             pass
+
+
+def _cpu(count: int, fraction: float | None) -> Target:
+    jax.config.update("jax_platforms", "cpu")
+    ask_for_cpus(count)
     found = jax.devices("cpu")
     if len(found) < count:
-        raise Refusal(f"expected {count} CPU devices, got {len(found)}; plan in a fresh process")
+        cure = "ask before JAX first looks for devices"
+        if CPUS_FLAG in os.environ.get("XLA_FLAGS", ""):
+            cure = f"raise {CPUS_FLAG} in XLA_FLAGS, or leave it out"
+        raise Refusal(f"expected {count} CPU devices, got {len(found)}; {cure}")
     memory = machine_memory() // count
     note = "the machine's memory" + ("" if count == 1 else f", shared by {count} devices")
     return Target(
