@@ -29,9 +29,7 @@ class Checkpoints:
 
         `read_only` touches nothing there: a run may be saving into it.
         """
-        logging.getLogger("absl").setLevel(
-            logging.CRITICAL
-        )  # Orbax narrates what it raises, too
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates what it raises, too
         self._seed = seed
         self._last_saved = -1
         policy = AnyPreservationPolicy(

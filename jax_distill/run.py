@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -318,6 +318,15 @@ def say(line: str) -> None:
 
 class Stopped(Exception):
     """The loop saved its state and ends early because it was told to."""
+
+
+def not_finite(step: int, found: str, rows: Iterable[int], saved: int | None) -> Failure:
+    """What there is to say when training has broken down."""
+    return Failure(
+        f"step {step}: {found}, rows {[int(row) for row in rows]}; "
+        f"last checkpoint: step {saved or 0}; "
+        "lower optimizer.learning_rate, or look at these rows"
+    )
 
 
 class StopSignal:

@@ -24,7 +24,6 @@ from jax_distill.card import model_card
 from jax_distill.checkpoint import Checkpoints
 from jax_distill.config import (
     Config,
-    Failure,
     Refusal,
     as_dict,
     cache_folder,
@@ -42,6 +41,7 @@ from jax_distill.run import (
     StepProgress,
     Stopped,
     StopSignal,
+    not_finite,
     read_metrics,
     say,
     write_json,
@@ -110,14 +110,6 @@ def told(on_device: Any) -> dict[str, float]:
     """A step's numbers, without those that are not computed where there is no teacher."""
     values = {k: float(v) for k, v in jax.device_get(on_device).items()}
     return {k: v for k, v in values.items() if not np.isnan(v) or k in REQUIRED}
-
-
-def not_finite(step: int, found: str, rows: np.ndarray, saved: int | None) -> Failure:
-    """What there is to say when training has broken down."""
-    return Failure(
-        f"step {step}: {found}, rows {rows.tolist()}; last checkpoint: step {saved or 0}; "
-        "lower optimizer.learning_rate, or look at these rows"
-    )
 
 
 class Trace:

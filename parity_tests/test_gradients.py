@@ -6,12 +6,11 @@ loss. float32, 1e-5 of the largest entry of each tensor.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tiny
 import torch
 from flax import nnx
-from ladder import assert_close
+from ladder import assert_as_near, assert_close, assert_same
 
 import torch_ref.step
 import torch_ref.teacher
@@ -78,7 +77,7 @@ def test_gradients_of_every_parameter_are_those_of_torch(store, tmp_path, kind, 
     knobs = dict(loss=wanted, vocab_size=tiny.WORDS, compute_dtype=torch.float32)
     expected, sums = torch_ref.step.batch_gradients(model, batch, micro_batch_size=ROWS, **knobs)
     value, got = jax_gradients(folder, batch, wanted)
-    assert value == pytest.approx((sums.loss / sums.count).item(), rel=LOSS_TOLERANCE)
+    assert_close(f"gradients, {kind}", "loss", value, sums.loss / sums.count, LOSS_TOLERANCE)
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert_close(f"gradients, {kind}", name, got[name], gradient, GRADIENT_TOLERANCE)
@@ -105,7 +104,8 @@ def test_gradient_checkpointing_does_not_change_the_reference_gradients(store, t
     before, _ = torch_ref.step.batch_gradients(model, batch, micro_batch_size=ROWS, **knobs)
     torch_model.recompute_layers(model)
     after, _ = torch_ref.step.batch_gradients(model, batch, micro_batch_size=ROWS, **knobs)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name, gradient in before.items():
+        assert_same("recomputed layers", name, after[name], gradient)
 
 
 def test_bf16_gradients_are_as_near_to_float32s_as_the_references(store, tmp_path):
@@ -122,12 +122,9 @@ def test_bf16_gradients_are_as_near_to_float32s_as_the_references(store, tmp_pat
 
     (exact, sums), (rounded, rounded_sums) = reference(torch.float32), reference(torch.bfloat16)
     value, got = jax_gradients(folder, batch, LossConfig(), jnp.bfloat16)
-    mean = (sums.loss / sums.count).item()
-    assert value == pytest.approx(mean, rel=2**-8)
-    assert (rounded_sums.loss / rounded_sums.count).item() == pytest.approx(mean, rel=2**-8)
+    mean, rounded_mean = (x.loss / x.count for x in (sums, rounded_sums))
+    assert_close("gradients, bf16", "loss", value, mean, 2**-8)
+    assert_close("gradients, bf16", "the reference's loss", rounded_mean, mean, 2**-8)
     for name, gradient in exact.items():
-        error = np.linalg.norm(got[name] - gradient.numpy())
-        allowed = 1.5 * (rounded[name] - gradient).norm().item() + 2**-8 * gradient.norm().item()
-        assert error <= allowed, (
-            f"gradients, bf16: {name} is off by {error:.3g}, {allowed:.3g} allowed"
-        )
+        three = got[name], rounded[name], gradient
+        assert_as_near("gradients, bf16", name, *three, factor=1.5, rounding=2**-8)

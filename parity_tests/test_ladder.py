@@ -6,7 +6,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from ladder import assert_close, assert_numbers
+from ladder import (
+    TIGHT,
+    assert_as_near,
+    assert_close,
+    assert_numbers,
+    assert_rare,
+    assert_same,
+    assert_same_targets,
+)
 
 
 def planted(at: tuple[int, ...], by: float) -> tuple[np.ndarray, np.ndarray]:
@@ -75,3 +83,85 @@ def test_numbers_are_named_and_each_has_its_own_scale():
         assert_numbers("step 7", {"loss": 3.00001, "gradient_norm": 200.0}, theirs, 1e-6)
     with pytest.raises(AssertionError, match="step 7: .'loss'. against"):
         assert_numbers("step 7", {"loss": 3.0}, theirs, 1.0)
+
+
+@pytest.mark.parametrize("name", ["loss", "kl", "heldout_cross_entropy"])
+def test_means_of_a_run_keep_one_part_in_a_million_and_a_norm_ten(name):
+    numbers = {name: 3.0, "gradient_norm": 2.0}
+    assert_numbers("run", {name: 3.0, "gradient_norm": 2.00001}, numbers, 1e-5, **TIGHT)
+    with pytest.raises(AssertionError, match=f"run: {name} differs by 1e-05"):
+        assert_numbers("run", {name: 3.00001, "gradient_norm": 2.0}, numbers, 1e-5, **TIGHT)
+
+
+def said_by(check, *arguments, **knobs) -> str:
+    with pytest.raises(AssertionError) as failure:
+        check(*arguments, **knobs)
+    return str(failure.value).split("\nassert ")[0]
+
+
+def test_what_must_be_equal_is_named_where_it_first_is_not():
+    ours = np.array([[3, 4, 5], [6, 7, 8]], np.int32)
+    theirs = ours + np.array([[0, 0, 0], [0, 1, 1]], np.int32)
+    said = said_by(assert_same, "teacher", "ids", ours, torch.tensor(theirs))
+    assert said == ("teacher: ids differs in 2 of 6 entries, first at (1, 1) (ours 7, theirs 8)")
+    free = np.zeros(ours.shape, bool)
+    free[1, 1] = True
+    assert "in 1 of 6 entries, first at (1, 2)" in said_by(
+        assert_same, "teacher", "ids", ours, theirs, free=free
+    )
+    free[1, 2] = True
+    assert_same("teacher", "ids", ours, theirs, free=free)
+    assert_rare("teacher", "a step", free, 0.34)
+    said = said_by(assert_rare, "teacher", "a step", free, 0.3)
+    assert said == "teacher: a step in 2 of 6 places, first at (1, 1); allowed 0.3 of them"
+
+
+def test_the_nearer_of_two_that_round_passes_and_the_other_says_where():
+    ours, exact = planted((1, 2, 0), 0.048)
+    theirs = exact + np.float32(0.01)  # Euclidean: 0.049
+    assert_as_near("logits", "bf16", ours, theirs, exact, factor=1.0)
+    said = said_by(assert_as_near, "logits", "bf16", ours, theirs, exact, factor=0.5)
+    assert said.startswith("logits: bf16 is off by 0.048 (theirs by 0.049), 0.0245 allowed; most")
+    assert "most at (1, 2, 0), by 0.048 (ours 1.5262609, theirs 1.488" in said
+    assert_as_near("logits", "bf16", ours, theirs, exact, factor=0.5, rounding=0.01)
+
+
+def targets() -> dict[str, np.ndarray]:
+    """Two rows of three positions and four ids, the last position padding."""
+    log_p = np.log(np.tile(np.float32([0.4, 0.2, 0.2, 0.1]), (2, 3, 1)))
+    ids = np.tile(np.arange(4, dtype=np.int32), (2, 3, 1))
+    whole = np.ones((2, 3), np.int32)
+    names = ("tokens", "labels", "mask", "segment_ids", "positions")
+    return dict.fromkeys(names, whole) | {
+        "teacher_count": np.array([[4, 4, 0]] * 2, np.int32),
+        "teacher_indices": ids,
+        "teacher_logprobs": log_p,
+        "teacher_log_tail": np.full((2, 3), np.log(np.float32(0.1))),
+    }
+
+
+def test_targets_differ_by_an_id_a_probability_or_a_tail_and_by_nothing_less():
+    def changed(name: str, at: tuple[int, ...], by: float) -> dict[str, np.ndarray]:
+        copy = targets()
+        copy[name] = copy[name].copy()
+        copy[name][at] += by
+        return copy
+
+    assert_same_targets("store", targets(), targets())
+    assert_same_targets("store", targets(), changed("teacher_indices", (0, 2, 1), 1))  # padding
+    assert_same_targets("store", targets(), changed("teacher_logprobs", (0, 0, 1), 5e-5))
+    for name, at, by, word in (
+        ("teacher_indices", (0, 1, 0), 1, "teacher_indices differs in 1 of 24"),
+        (
+            "teacher_indices",
+            (0, 1, 2),
+            1,
+            "other teacher_indices in 1 of 16",
+        ),  # a tie: once is rare
+        ("teacher_logprobs", (1, 0, 3), 2e-3, "teacher_logprobs differs by 0.002"),
+        ("teacher_logprobs", (1, 0, 3), 5e-4, "a float16 step in teacher_logprobs in 1 of 24"),
+        ("teacher_log_tail", (1, 1), 2e-4, "teacher_log_tail differs by 0.0002"),
+        ("teacher_count", (1, 1), 1, "teacher_count differs in 1 of 6"),
+    ):
+        said = said_by(assert_same_targets, "store", changed(name, at, by), targets())
+        assert said.startswith(f"store: {word}"), said

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from ladder import assert_close, block_causal_mask
+from ladder import assert_as_near, assert_close, block_causal_mask
 from safetensors.torch import load_file, save_file
 from test_rotary import ROPES
 from transformers import LlamaForCausalLM
@@ -96,8 +96,7 @@ def test_of_mixed_dtypes_in_several_files(tmp_path):
 def test_in_bf16_is_as_near_to_fp32_as_transformers_is(tmp_path):
     folder = tiny.llama_folder(tmp_path)
     rows = tiny.packed_rows(ROWS, LENGTH)
-    exact = their_logits(folder, rows).numpy()
-    ours = np.asarray(logits_of(folder, rows, compute_dtype=jnp.bfloat16))
-    theirs = their_logits(folder, rows, dtype="bfloat16").float().numpy()
-    error, allowed = (np.sqrt(np.mean((x - exact) ** 2)) for x in (ours, theirs))
-    assert error <= 1.3 * allowed, f"logits: bf16 error {error:.3g}, transformers' {allowed:.3g}"
+    exact = their_logits(folder, rows)
+    ours = logits_of(folder, rows, compute_dtype=jnp.bfloat16)
+    theirs = their_logits(folder, rows, dtype="bfloat16")
+    assert_as_near("logits", "bf16", ours, theirs, exact, factor=1.3)

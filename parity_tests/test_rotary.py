@@ -1,4 +1,5 @@
-"""Rung "rotary": frequencies, angles and turned heads of every rope type are transformers'.
+"""Rung "rotary": frequencies, angles and turned heads of every rope type of HF's Llama (all but
+longrope, which is refused) are transformers'.
 
 Each type is read from a config.json in both spellings (rope_parameters; rope_theta with
 rope_scaling), at positions past 512, past the original context and past the context. The
@@ -69,8 +70,9 @@ def test_frequencies_to_the_last_bits(rope, theta, head_dim):
     ours = model_config(new).rope
     embedding = LlamaRotaryEmbedding(theirs)
     got, expected = inverse_frequencies(ours, head_dim), embedding.inv_freq.numpy()
-    np.testing.assert_array_max_ulp(got, expected, maxulp=2)
-    assert ours.attention_factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
+    assert_close("rotary", f"frequencies of {rope}", got, expected, 2.0, unit=np.spacing(expected))
+    factors = ours.attention_factor, embedding.attention_scaling
+    assert_close("rotary", f"attention factor of {rope}", *factors, 1e-12)
 
 
 @pytest.mark.parametrize("rope", ROPES)

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from ladder import assert_close
+from ladder import assert_close, assert_same_targets
 
 import torch_ref.audit
 import torch_ref.teacher
@@ -84,27 +84,8 @@ def test_both_backends_call_their_stores_by_the_same_name(stores):
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_both_backends_store_the_same_distributions(stores, temperature):
     ours, theirs = (store.read(range(ROWS), temperature=temperature) for store in stores)
-    for name in ("tokens", "labels", "mask", "segment_ids", "positions", "teacher_count"):
-        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
-    same = ours["teacher_indices"] == theirs["teacher_indices"]
-    real = np.arange(TOP_K) < ours["teacher_count"][..., None]
-    log_p = theirs["teacher_logprobs"]
-    # What may swap places: neighbours closer than rounding, and the last with the first left out.
-    close = np.zeros(same.shape, bool)
-    close[..., 1:] = np.abs(np.diff(np.where(real, log_p, 0.0), axis=-1)) < 1e-5
-    close[..., :-1] |= close[..., 1:]
-    close[..., -1] = True
-    assert (same | close | ~real).all()
-    assert same[real].mean() > 0.999
-    # A gap that rounding leaves on the other side of a float16 step differs by that step.
-    gap = np.where(real, log_p[..., :1] - log_p, 0.0) * temperature
-    steps = np.spacing(gap.astype(np.float16)).astype(np.float32) / temperature
-    difference = np.abs(np.where(same & real, ours["teacher_logprobs"] - log_p, 0.0))
-    stepped = difference > 1e-4
-    assert stepped.mean() < 0.01
-    assert (difference <= 1e-4 + np.where(stepped, steps, 0.0)).all()
-    for_tail = ours["teacher_log_tail"], theirs["teacher_log_tail"]
-    assert_close("teacher", f"log_tail at τ {temperature}", *for_tail, 1e-4, unit=1.0)
+    rung = f"teacher, τ {temperature}"
+    assert_same_targets(rung, ours, theirs, temperature=temperature)
 
 
 def test_each_backends_audit_passes_on_the_others_store(stores, folder, tmp_path):
@@ -131,6 +112,20 @@ def test_equal_logits_are_ordered_by_id_also_at_the_edge_of_k():
     values, ids = torch_ref.teacher.top_k_of(z, 5)
     assert ids.tolist() == [[0, 2, 4, 1, 5], [7, 0, 1, 2, 3]]
     assert torch.equal(values, z.gather(1, ids))
+
+
+def test_no_more_than_a_chunk_of_positions_has_logits_at_a_time(folder, rows, monkeypatch):
+    seen = []
+
+    def counted(part, head):
+        seen.append(len(part))
+        return torch_model.logits(part, head)
+
+    monkeypatch.setattr(torch_ref.teacher, "logits", counted)
+    model = torch_model.load_model(str(folder), dtype="float32")
+    wanted = tiny.manifest(LENGTH, top_k=TOP_K, temperatures=TEMPERATURES)
+    torch_ref.teacher.capture(model, rows, wanted, chunk_size=50)
+    assert max(seen) <= 50 and sum(seen) == ROWS * LENGTH
 
 
 @pytest.mark.parametrize("top_k", [1, 7, 40])

@@ -115,6 +115,7 @@ def taught_store(path: Path, rows: Store, teacher: Path, **fields: Any) -> Store
             "top_k": 12,
             "temperatures": (1.0, 2.0),
             "teacher_fingerprint": teacher_fingerprint(teacher),
+            "teacher_dtype": "float32",
         }
         | fields,
     )

@@ -15,7 +15,7 @@ from jax_distill.cache import Store, teacher_fingerprint
 from jax_distill.config import CommandLine, Failure, Refusal, above_zero, run_command
 from jax_distill.run import say
 from torch_ref.losses import fused_chunked
-from torch_ref.model import Model, head, hidden_states, load_model, place_of
+from torch_ref.model import Model, device_named, head, hidden_states, load_model, place_of
 
 TEACHER = ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count")
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--spot_check", type=above_zero, default=8, help="rows, chosen at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", type=device_named, default="cpu", help="cpu or cuda")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="nats per valid token")
     options = parser.parse_args(argv)
     store = Store.open(options.store)

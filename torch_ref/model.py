@@ -21,6 +21,7 @@ from jax_distill.config import Refusal, find_path
 Model = transformers.PreTrainedModel
 # As jax_distill.hf fetches them; the second where a repository has no safetensors.
 HUB_FILES = (["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"], ["pytorch_model*.bin*"])
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 class Head(NamedTuple):
@@ -70,6 +71,36 @@ def place_of(path: str) -> Path:
     return place
 
 
+def device_named(name: str) -> str:
+    """The argument of `--device`, as argparse's `type`.
+
+    Raises:
+        Refusal: neither cpu nor cuda, or a device that torch does not find.
+    """
+    kind, number = name, 0
+    try:
+        device = torch.device(name)
+        kind, number = device.type, device.index or 0
+    except RuntimeError:
+        pass
+    found = torch.cuda.device_count()
+    if number >= {"cpu": 1, "cuda": found}.get(kind, 0):
+        raise Refusal(
+            f"expected --device cpu or cuda (torch finds {found} of these), got {name}; "
+            "give one that is here"
+        )
+    return name
+
+
+def _refuse_without_weights(path: str, folder: Path) -> None:
+    files = (file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
+    if (folder / "config.json").is_file() and next(files, None) is None:
+        raise Refusal(
+            f"expected a model folder with weights, got {path}, which has config.json without any; "
+            "name a folder with weights (only jax_distill.train starts a student from a seed)"
+        )
+
+
 def load_model(
     path: str, *, dtype: str, device: str = "cpu", attention: str | None = None
 ) -> Model:
@@ -85,6 +116,8 @@ def load_model(
             keep packed documents apart.
     """
     place = source(path)
+    if "gguf_file" not in place:
+        _refuse_without_weights(path, Path(place["pretrained_model_name_or_path"]))
     transformers.utils.logging.disable_progress_bar()
     try:
         config = _as_meant(transformers.AutoConfig.from_pretrained(**place), "gguf_file" in place)

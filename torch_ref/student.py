@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from jax_distill.card import generation_config
 from jax_distill.config import (
     EXPORT_MARKS,
     STUDENT_MARKS,
@@ -158,4 +159,6 @@ def _write_folder(
             for key in ("dtype", "torch_dtype"):
                 raw[key] = str(model.dtype).removeprefix("torch.")
             (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+            if not (partial / "generation_config.json").exists():
+                (partial / "generation_config.json").write_text(generation_config(raw), "utf-8")
         (partial / "README.md").write_text(card, "utf-8")

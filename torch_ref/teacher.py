@@ -33,7 +33,16 @@ from jax_distill.config import (
     run_command,
 )
 from jax_distill.run import StepProgress, git_revision, say, versions
-from torch_ref.model import Head, Model, head, hidden_states, load_model, logits, place_of
+from torch_ref.model import (
+    Head,
+    Model,
+    device_named,
+    head,
+    hidden_states,
+    load_model,
+    logits,
+    place_of,
+)
 
 LARGEST_GAP = 65504.0  # float16's largest; exp(-65504) is 0 all the same
 ROWS = ("tokens", "segment_ids", "positions")
@@ -210,7 +219,7 @@ def main(argv: Sequence[str]) -> None:
     """`python -m torch_ref.teacher --rows STORES [--device cpu] --config X.yaml [--key value …]`"""
     parser = CommandLine("torch_ref.teacher", add_help=False)
     parser.add_argument("--rows", help="folder with the stores of rows, train and heldout")
-    parser.add_argument("--device", default=default_device(), help="cpu or cuda")
+    parser.add_argument("--device", type=device_named, default=default_device(), help="cpu or cuda")
     options, rest = parser.parse_known_args(argv)
     if "--help" in rest:
         parser.print_help()

@@ -1,9 +1,10 @@
 """`python -m torch_ref.train --config configs/x.yaml [--device cuda] [--compile]`: the same run.
 
 The same configuration, store, row order, loss, optimizer and run folder as `jax_distill.train`,
-with transformers' own models. The stores must be there (`python -m jax_distill.teacher`, or
-`python -m torch_ref.teacher`); give this run its own --output_dir, and --cache.path that of the
-stores. The same command resumes. What it cannot do as configured is refused by name.
+with transformers' own models. The stores must be there, made as configured (`python -m
+jax_distill.teacher`, or `python -m torch_ref.teacher`); give this run its own --output_dir, and
+--cache.path that of the stores. The same command resumes. What it cannot do as configured is
+refused by name.
 """
 
 import time
@@ -20,7 +21,6 @@ from jax_distill.card import model_card
 from jax_distill.config import (
     CommandLine,
     Config,
-    Failure,
     Refusal,
     as_dict,
     load,
@@ -34,6 +34,7 @@ from jax_distill.run import (
     StepProgress,
     Stopped,
     StopSignal,
+    not_finite,
     read_metrics,
     say,
     write_json,
@@ -41,7 +42,7 @@ from jax_distill.run import (
 from torch_ref.checkpoint import Checkpoints
 from torch_ref.evaluate import heldout_table, table_rows, validation_rows
 from torch_ref.losses import LossSums
-from torch_ref.model import Model, load_model, place_of, recompute_layers
+from torch_ref.model import Model, device_named, load_model, place_of, recompute_layers
 from torch_ref.optimizer import Optimizer, global_norm, learning_rate_schedule
 from torch_ref.step import add, batch_gradients, loss_sums, means
 from torch_ref.student import count_parameters, export, prepare_student
@@ -109,7 +110,8 @@ def heldout_means(model: Model, store: Store, config: Config, vocab_size: int) -
     for first in range(0, len(rows), size):
         batch = store.read(rows[first : first + size], **reader_knobs(config))
         total = add(total, loss_sums(model, batch, **step_knobs(config, vocab_size)))
-    return {f"heldout_{k}": v for k, v in means(total).items()} if total else {}
+    values = means(total) if total else {}
+    return {f"heldout_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
 
 
 def fit(
@@ -125,7 +127,8 @@ def fit(
     """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`.
 
     Raises:
-        Failure: the loss is not finite; names the step and the rows. Nothing of it is saved.
+        Failure: the loss, or the held-out one, is not finite; names the step and the rows. Nothing
+            of it is saved.
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
     train, wanted, (train_store, heldout_store) = config.train, config.optimizer, stores
@@ -180,12 +183,8 @@ def fit(
             values["learning_rate"] = schedule(index)
             step = index + 1
             if not np.isfinite(values["loss"] + values["gradient_norm"]):
-                raise Failure(
-                    f"step {step}: loss {values['loss']}, gradient norm "
-                    f"{values['gradient_norm']}, rows {rows.tolist()}; last checkpoint: step "
-                    f"{checkpoints.latest_step() or 0}; lower optimizer.learning_rate, or look "
-                    "at these rows"
-                )
+                broken = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
+                raise not_finite(step, broken, rows, checkpoints.latest_step())
             if not values["valid_tokens"]:
                 say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
             optimizer.step(gradients, values["learning_rate"])
@@ -195,6 +194,9 @@ def fit(
             at_save = at_eval or bool(train.save_every and step % train.save_every == 0)
             if at_eval:
                 values |= heldout_means(model, heldout_store, config, vocab_size)
+                if not np.isfinite(values.get("heldout_loss", 0.0)):
+                    broken = f"held-out loss {values['heldout_loss']} after it"
+                    raise not_finite(step, broken, rows, checkpoints.latest_step())
             if at_eval or step % train.log_every == 0 or step == 1:
                 metrics.log(step, values)
             stopping = stop.received  # read once: it may come between the save and the stop
@@ -202,8 +204,10 @@ def fit(
                 heldout = values.get("heldout_kl", values.get("heldout_loss"))
                 checkpoints.save(step, parameters, optimizer, heldout=heldout)
             progress.update(step, values["loss"])
-            if stopping and step < steps:
+            if stopping:
                 raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
+        if stop.received:  # since the last step was saved
+            raise Stopped(f"{what}: {stop.received} after step {steps} of {steps}, state saved")
     model.eval()
 
 
@@ -250,16 +254,45 @@ def live_teacher(config: Config, store: Store) -> tuple[str | None, str]:
     return config.teacher.path, ""
 
 
+def refuse_other_settings(store: Store, split: str, config: Config) -> None:
+    """What a run says of itself, in config.yaml and on the model card, is what its store holds.
+
+    Raises:
+        Refusal: naming the first setting that the store was made otherwise with.
+    """
+    made, text, cache = store.manifest, config.data, config.cache
+    settings: dict[str, tuple[Any, Any]] = {
+        "data.sequence_length": (made.sequence_length, text.sequence_length)
+    }
+    for key in ("format", "packing", "heldout_fraction", "max_rows"):
+        field = "max_heldout_rows" if (key, split) == ("max_rows", "heldout") else key
+        if key in made.data:
+            settings[f"data.{field}"] = made.data[key], getattr(text, field)
+    if made.top_k:
+        settings["cache.top_k"] = made.top_k, cache.top_k
+        settings["cache.temperatures"] = list(made.temperatures), list(cache.temperatures)
+        settings["teacher.dtype"] = made.teacher_dtype, config.teacher.dtype
+    for name, (stored, wanted) in settings.items():
+        if stored != wanted:
+            raise Refusal(
+                f"expected {name} {stored}, with which the store at {store.path} was made, got "
+                f"{wanted}; set it so, or give the cache.path of a store made with {wanted}"
+            )
+
+
 def open_stores(config: Config) -> tuple[Store, Store]:
-    """`<cache.path>/train` and `/heldout`, finished, with a teacher if the loss needs one."""
-    stores = tuple(Store.open(f"{config.cache.path}/{split}") for split in ("train", "heldout"))
-    for store in stores:
+    """`<cache.path>/train` and `/heldout`, finished, made as configured, with a teacher if the loss
+    needs one."""
+    splits = ("train", "heldout")
+    stores = tuple(Store.open(f"{config.cache.path}/{split}") for split in splits)
+    for split, store in zip(splits, stores, strict=True):
         store.require_complete()
         if config.loss.kl_weight and not store.manifest.top_k:
             raise Refusal(
                 f"expected a store with a teacher at {store.path}, got rows alone; run "
                 "python -m torch_ref.teacher, or set loss.kl_weight 0 and loss.ce_weight 1"
             )
+        refuse_other_settings(store, split, config)
     return stores[0], stores[1]
 
 
@@ -336,7 +369,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
 def main(argv: Sequence[str]) -> None:
     """Train as configured, with PyTorch."""
     parser = CommandLine("torch_ref.train", add_help=False)
-    parser.add_argument("--device", default=default_device(), help="cpu or cuda")
+    parser.add_argument("--device", type=device_named, default=default_device(), help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="compile the decoder")
     options, rest = parser.parse_known_args(argv)
     if "--help" in rest:
