@@ -4,16 +4,10 @@
 # every part writes its rows as they come and begins none after its share of the time.
 #   .ci/gpu_check.sh          writes $OUT/gpu_check_jax.json and $OUT/gpu_check_torch.json (OUT: .)
 #   .ci/gpu_check.sh --toy    the same on a CPU, small
-# An image may lack what configuration wants. Pure-Python wheels in build/wheels are used as they are:
-#   pip download --no-deps --dest build/wheels jsonargparse
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-.}
 python=${PYTHON:-python3}
-for wheel in build/wheels/*.whl; do
-  [ -e "$wheel" ] && PYTHONPATH="$PWD/$wheel${PYTHONPATH:+:$PYTHONPATH}"
-done
-export PYTHONPATH=${PYTHONPATH:-}
 
 size="--tokens 8192,32768,262144 --chunk_size 1024,2048,4096"
 if [ "${1:-}" = "--toy" ]; then
