@@ -26,13 +26,18 @@ PATIENCE = 240  # seconds for one wait; the machine may be busy
 def start(command: Sequence[str], log: Path) -> subprocess.Popen:
     """Start `python -m …` as a person would, on one CPU device; all it says is added to `log`."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**environment, "JAX_PLATFORMS": "cpu"},
-        )
+    # What a script runs in the background ignores SIGINT, and hands that on; a handler it does not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**environment, "JAX_PLATFORMS": "cpu"},
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_until(process: subprocess.Popen, reached: Callable[[], bool], log: Path) -> None:
