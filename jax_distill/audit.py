@@ -297,8 +297,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.seed < 0:
         raise Refusal(f"expected --seed of at least 0, got {options.seed}; raise it")
-    if options.png:
-        check_new_file(options.png, "--png", FIGURES)
+    check_new_file(options.png, "--png", FIGURES)
     if options.spot_check and not options.teacher:
         raise Refusal("expected --teacher DIR with --spot_check, got none; name the teacher")
     return 0 if all([audit(Store.open(path), options) for path in stores_at(options.store)]) else 1

@@ -219,13 +219,14 @@ def test_evaluate_refuses_a_head_that_lacks_ids_of_the_store(config, heldout, tm
         ["--batch_size", "0"],
         ["--batch_size", "-1"],
         ["--chunk_size", "0"],
-        ["--json", "none/below.json"],
+        ["--json", "file/below.json"],
         ["--json", "."],
         ["--rows", "most"],
     ],
 )
 def test_evaluate_refuses_before_it_opens_anything(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     line = refusal("evaluate", "no store", "--teacher", "t", "--student", "s", *words)
     assert words[0] in line and "no store" not in line
 
@@ -239,12 +240,12 @@ def test_evaluate_refuses_an_unfinished_store(config, heldout):
 def test_figures_that_cannot_be_written_are_refused_before_the_work(run, tmp_path):
     (tmp_path / "file").write_text("t")
     for command, first, option in (("audit", "no store", "--png"), ("report", run, "--out")):
-        for place in ("a.bmp", "a", "none/a.png", "file/a.png"):
+        for place in ("a.bmp", "a", "file/a.png"):
             assert f"expected {option} to" in refusal(command, first, option, tmp_path / place)
     assert "no store" not in refusal("audit", "no store", "--seed", "-1")
     assert "metrics.jsonl" in refusal("report", tmp_path / "file")
-    report.main([str(run), "--out", str(tmp_path / "curves.svg")])
-    assert (tmp_path / "curves.svg").is_file()
+    report.main([str(run), "--out", str(tmp_path / "new/curves.svg")])
+    assert (tmp_path / "new/curves.svg").is_file()
 
 
 @pytest.mark.parametrize("sizes", [{"data": -1, "fsdp": 3}, {"data": 3, "fsdp": -1}])

@@ -320,13 +320,14 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
             c.check_writable(place, "cache.path")
         with pytest.raises(c.Refusal, match="name another"):
             c.check_new_folder(place, marks=c.STUDENT_MARKS, apart=[])
-    for place in (tmp_path, file / "below", tmp_path / "none" / "below"):
+    for place in (tmp_path, file / "below"):
         with pytest.raises(c.Refusal, match="expected --json to be a file.*name another"):
             c.check_new_file(place, "--json")
     c.check_writable(tmp_path / "new" / "below", "cache.path")
-    c.check_new_file(tmp_path / "new.json", "--json")
+    c.check_new_file(tmp_path / "new/rows.json", "--json")
     c.check_new_file(file, "--json")
-    assert snapshot(tmp_path) == {"file": b"t"}
+    c.check_new_file(None, "--json")
+    assert snapshot(tmp_path) == {"file": b"t"} and (tmp_path / "new").is_dir()
 
 
 def test_resolved_config_reads_back_the_same(base, tmp_path):

@@ -27,7 +27,7 @@ from jax_distill.config import (
     find_path,
     run_command,
 )
-from jax_distill.data import Tokenizer
+from jax_distill.data import Tokenizer, vocabulary_of
 from jax_distill.losses import dense
 from jax_distill.model import Decoder
 from jax_distill.run import console, say, write_json
@@ -323,13 +323,7 @@ def check_student(store: Store, path: str) -> None:
     lacks some of them."""
     folder = hf.local_folder(find_path(path))
     columns = hf.model_config(hf.read_config(folder)).vocab_size
-    if (folder / "tokenizer.json").is_file():
-        store.check_vocabulary(Tokenizer.load(folder).vocab)
-    if store.largest_token >= columns:
-        raise Refusal(
-            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
-            f"got {columns} in {path}; use a student with the teacher's tokenizer"
-        )
+    store.student_length(columns, vocabulary_of(folder), path)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -344,8 +338,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", help="write the table here, too")
     options = parser.parse_args(argv)
-    if options.json:
-        check_new_file(options.json, "--json")
+    check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
     store = Store.open(options.store)
     store.require_complete()

@@ -29,7 +29,7 @@ from jax_distill.config import (
     new_folder,
     run_command,
 )
-from jax_distill.data import Tokenizer
+from jax_distill.data import vocabulary_of
 from jax_distill.hf.weights import weight_files
 from jax_distill.model import ModelConfig
 from jax_distill.run import say
@@ -180,7 +180,7 @@ def prepare(
         if not (start / "tokenizer.json").exists():
             copy_tokenizer(tokenizer_folder(config, teacher_folder), inside)
         copy_tokenizer(start, inside)
-        if (inside / "tokenizer.json").exists() and teacher_folder is not None:
+        if teacher_folder is not None:
             check_tokenizers(inside, tokenizer_folder(config, teacher_folder))
         shutil.copyfile(start / "config.json", inside / "config.json")
         return start, inside
@@ -195,10 +195,7 @@ def prepare(
 
 def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
     """Refuse, before the teacher runs, a student that reads the text's ids differently."""
-    if not (text_folder / "tokenizer.json").exists():
-        return
-    read, own = Tokenizer.load(text_folder).vocab, Tokenizer.load(student_folder).vocab
-    conflict = vocabulary_conflict(read, own)
+    conflict = vocabulary_conflict(vocabulary_of(text_folder), vocabulary_of(student_folder))
     if conflict:
         first, wanted, got = conflict
         raise Refusal(
@@ -208,24 +205,10 @@ def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
 
 
 def vocabulary_size(folder: Path, store: Store) -> int:
-    """Real columns of the student's head: its tokenizer's length, or the store's without one.
-
-    Raises:
-        Refusal: the tokenizers map an id to different tokens; the head or the embedding is smaller
-            than the ids it must hold.
-    """
+    """Real columns of the student's head, and one line where either side lacks ids of the other;
+    raises as `Store.student_length` does."""
     columns = hf.model_config(hf.read_config(folder)).vocab_size
-    length = store.manifest.vocab_size
-    if (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(folder)
-        store.check_vocabulary(tokenizer.vocab)
-        if store.manifest.vocabulary:
-            length = tokenizer.length
-    if store.largest_token >= columns:
-        raise Refusal(
-            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
-            f"got {columns}; use a student with the teacher's tokenizer"
-        )
+    length = store.student_length(columns, vocabulary_of(folder), str(folder))
     if length < store.manifest.vocab_size:
         say(f"the student lacks ids {length}…{store.manifest.vocab_size - 1}: they join the tail")
     elif length > store.manifest.vocab_size:

@@ -47,3 +47,10 @@ def test_ids_that_one_side_lacks_are_reported_once(tmp_path, capsys, own, real, 
     folder = hf_folder(tmp_path / "student", words=words[:own])
     assert student.vocabulary_size(folder, store) == real
     assert capsys.readouterr().out == said
+
+
+def test_an_embedding_that_lacks_ids_of_the_store_is_refused(tmp_path):
+    store, *_ = small(tmp_path / "store", vocab_size=400)
+    folder = hf_folder(tmp_path / "student")
+    with pytest.raises(Refusal, match=f"largest id {store.largest_token}, got 320 in .*student"):
+        student.vocabulary_size(folder, store)

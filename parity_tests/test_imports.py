@@ -61,8 +61,8 @@ def test_no_line_imports_the_other_framework_not_even_in_a_function(package, for
 
 
 def test_the_reference_uses_only_the_rooms_of_jax_distill_that_need_no_jax():
-    # of bench: a contestant's process, and where its rows go
-    rooms = ("config", "run", "data", "cache", "card", "report", "bench.process", "bench.places")
+    # bench.process: a contestant's process
+    rooms = ("config", "run", "data", "cache", "card", "report", "bench.process")
     for file in modules("torch_ref"):
         used = [n.removeprefix("jax_distill.") for n in imported(file) if n.startswith("jax_")]
         assert all(f"{name}.".startswith(tuple(f"{room}." for room in rooms)) for name in used), (

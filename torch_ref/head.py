@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jax_distill.bench import places, process
-from jax_distill.config import CommandLine, Refusal, run_command
+from jax_distill.bench import process
+from jax_distill.config import CommandLine, Refusal, check_new_file, run_command
 from torch_ref.losses import IMPLEMENTATIONS
 
 GIB = 2**30
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         raise Refusal(
             f"expected --implementation of {', '.join(IMPLEMENTATIONS)}, got {unknown[0]}"
         )
-    places.check_place(options.json, "--json")
+    check_new_file(options.json, "--json")
     rows: list[dict[str, Any]] = []
 
     def keep(row: dict[str, Any]) -> None:

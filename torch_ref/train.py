@@ -27,7 +27,7 @@ from jax_distill.config import (
     run_command,
     without_teacher,
 )
-from jax_distill.data import Tokenizer, row_indices
+from jax_distill.data import row_indices, vocabulary_of
 from jax_distill.run import (
     Metrics,
     Run,
@@ -212,24 +212,10 @@ def fit(
 
 
 def student_vocabulary(model: Model, folder: Path, store: Store) -> int:
-    """Real columns of the student's head: its tokenizer's length, or the store's without one.
-
-    Raises:
-        Refusal: the tokenizers map an id to different tokens; the embedding is too small.
-    """
+    """Real columns of the student's head; raises as `Store.student_length` does."""
     embedding: Any = model.get_input_embeddings()
-    columns, length = embedding.num_embeddings, store.manifest.vocab_size
-    if (folder / "tokenizer.json").exists():
-        tokenizer = Tokenizer.load(folder)
-        store.check_vocabulary(tokenizer.vocab)
-        if store.manifest.vocabulary:
-            length = tokenizer.length
-    if store.largest_token >= columns:
-        raise Refusal(
-            f"expected a student vocabulary above the store's largest id {store.largest_token}, "
-            f"got {columns}; use a student with the teacher's tokenizer"
-        )
-    return min(length, columns)
+    columns = embedding.num_embeddings
+    return min(store.student_length(columns, vocabulary_of(folder), str(folder)), columns)
 
 
 def live_teacher(config: Config, store: Store) -> tuple[str | None, str]:

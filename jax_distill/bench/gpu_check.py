@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_distill import losses
-from jax_distill.bench import head, peers, places
-from jax_distill.config import CommandLine, Failure, run_command
+from jax_distill.bench import head, peers
+from jax_distill.config import CommandLine, Failure, check_new_file, run_command
 from jax_distill.devices import NO_AUTOTUNING
 
 LIMITS = {"float32": 2e-5, "bfloat16": 4e-3}
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=210.0, help="begin no case after these")
     parser.add_argument("--json", type=Path, help="write all rows here")
     options = parser.parse_args(argv)
-    places.check_place(options.json, "--json")
+    check_new_file(options.json, "--json")
     start = time.perf_counter()
     written: dict[str, Any] = {"jax": jax.__version__, "correctness": [], "head": []}
 

@@ -55,9 +55,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_distill import devices, losses
-from jax_distill.bench import places, process
+from jax_distill.bench import process
 from jax_distill.bench.head_plot import draw
-from jax_distill.config import FIGURES, CommandLine, Refusal
+from jax_distill.config import FIGURES, CommandLine, Refusal, check_new_file
 
 PRODUCTS = {
     "dense": 3,
@@ -355,8 +355,8 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
         for name in names
         for chunk_size in numbers(options.chunk_size)
     ]
-    places.check_place(options.json, "--json")
-    places.check_place(options.plot, "--plot", FIGURES)
+    check_new_file(options.json, "--json")
+    check_new_file(options.plot, "--plot", FIGURES)
     return options, list(dict.fromkeys(cases))
 
 

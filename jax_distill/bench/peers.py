@@ -21,8 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jax_distill.bench import places
-from jax_distill.config import CommandLine, Failure
+from jax_distill.config import CommandLine, Failure, check_new_file
 
 
 class Peer(NamedTuple):
@@ -170,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args(argv)
-    places.check_place(options.json, "--json")
+    check_new_file(options.json, "--json")
     inputs = make_inputs(options)
     answers = {kind: float64_answer(inputs, kind) for kind in {peer.computes for peer in PEERS}}
     rows = []

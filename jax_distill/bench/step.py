@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jax_distill import devices, losses
-from jax_distill.bench import places, process
-from jax_distill.config import CommandLine, Config, Failure, Refusal, load
+from jax_distill.bench import process
+from jax_distill.config import CommandLine, Config, Failure, Refusal, check_new_file, load
 from jax_distill.model import ModelConfig
 from jax_distill.plan.program import Program, make_program, student_columns
 from jax_distill.plan.target import Target, ask_for_cpus, find_target
@@ -263,7 +263,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str], li
         raise Refusal(f"expected --steps of 1 at least, got {options.steps}")
     if options.in_process and len(setups) > 1:
         raise Refusal(f"expected one setup with --in_process, got {options.setups}; name one")
-    places.check_place(options.json, "--json")
+    check_new_file(options.json, "--json")
     return options, setups, rest
 
 

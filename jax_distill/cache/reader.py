@@ -171,6 +171,24 @@ class Store:
                 f"at {self.path} does, got {wanted!r}; use the teacher's tokenizer"
             )
 
+    def student_length(self, columns: int, vocabulary: dict[str, int], name: str) -> int:
+        """How many ids the student `name` knows: its tokenizer's, or the store's where one of the
+        two has no tokenizer. columns: of its embedding; vocabulary: {} without a tokenizer.
+
+        Raises:
+            Refusal: the tokenizers map an id to different tokens, or the embedding lacks ids that
+                the store holds.
+        """
+        self.check_vocabulary(vocabulary)
+        if self.largest_token >= columns:
+            raise Refusal(
+                f"expected a student vocabulary above the store's largest id {self.largest_token}, "
+                f"got {columns} in {name}; use a student with the teacher's tokenizer"
+            )
+        if not vocabulary or not self.manifest.vocabulary:
+            return self.manifest.vocab_size
+        return 1 + max(vocabulary.values())
+
     def read(
         self,
         rows: Iterable[int] | np.ndarray,

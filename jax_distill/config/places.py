@@ -60,13 +60,17 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 FIGURES = (".png", ".pdf", ".svg")  # suffixes of figures
 
 
-def check_new_file(path: str | Path, option: str, suffixes: Collection[str] = ()) -> None:
-    """Refuse, before any work, a file that could not be written at its end."""
+def check_new_file(path: str | Path | None, option: str, suffixes: Collection[str] = ()) -> None:
+    """Refuse, before any work, a file that could not be written at its end; its folder is made.
+    None: nothing is to be written."""
+    if path is None:
+        return
     path = Path(path)
     if suffixes and path.suffix.lower() not in suffixes:
         raise Refusal(f"expected {option} to end in {', '.join(suffixes)}, got {path}; name it so")
-    is_there = path.exists()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_there = path.exists()
         path.open("ab").close()
         if not is_there:
             path.unlink()

@@ -3,7 +3,7 @@
 from jax_distill.data.corpus import fingerprint, read_documents, read_texts
 from jax_distill.data.document import Corpus, Counts, Document
 from jax_distill.data.order import row_indices
-from jax_distill.data.tokenizer import Tokenizer, train_tokenizer
+from jax_distill.data.tokenizer import Tokenizer, train_tokenizer, vocabulary_of
 
 __all__ = [
     "Corpus",
@@ -15,4 +15,5 @@ __all__ = [
     "read_texts",
     "row_indices",
     "train_tokenizer",
+    "vocabulary_of",
 ]

@@ -17,6 +17,11 @@ from jax_distill.data.document import Document
 END_OF_TEXT = "<|endoftext|>"
 
 
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """token → id of a model folder's tokenizer; {} where it has none."""
+    return Tokenizer.load(folder).vocab if (folder / "tokenizer.json").is_file() else {}
+
+
 class Tokenizer:
     """Text to token ids and back, as the folder's own files say.
 

@@ -1,7 +1,6 @@
 """The command line of the planner."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -54,11 +53,8 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise Refusal(f"expected --margin in [0, 1), a share, got {options.margin}")
     if options.granularity < 1:
         raise Refusal(f"expected --granularity of 1 token at least, got {options.granularity}")
-    for path, option, suffixes in ((options.json, "--json", ()), (options.plot, "--plot", FIGURES)):
-        if path:
-            with contextlib.suppress(OSError):  # the check says what is wrong with it
-                path.parent.mkdir(parents=True, exist_ok=True)
-            check_new_file(path, option, suffixes)
+    check_new_file(options.json, "--json")
+    check_new_file(options.plot, "--plot", FIGURES)
     return options, rest
 
 
