@@ -7,7 +7,7 @@ from pathlib import Path
 
 def main(path: str) -> int:
     summary = json.loads(Path(path).read_text("utf-8"))
-    student, baseline = summary["heldout"]["student"], summary["heldout"]["ce_baseline"]
+    student, baseline = summary["test"]["student"], summary["test"]["ce_baseline"]
     small = summary["student_parameters"] * 2 < summary["teacher_parameters"]
     better = all(student[key] < baseline[key] for key in ("kl", "cross_entropy"))
     print(f"quickstart: student {student}, CE-only {baseline}, {summary['seconds']:.0f} s")

@@ -1,5 +1,6 @@
-"""The audit finds what is wrong with a store, names it, and says so with its exit code."""
+"""The audit finds what is wrong with a cache, names it, and says so with its exit code."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_distill import audit, hf, teacher
-from jax_distill.cache import Store, shard_file
-from jax_distill.config import Failure, Refusal
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.cache import Cache, create, shard_file, teacher_fingerprint
 from jax_distill.teacher_test import (
     config,
     definition,
@@ -24,55 +25,76 @@ __all__ = ["config"]
 
 
 @pytest.fixture
-def store(config) -> Store:
-    return teacher.write_stores(config)[0]
+def cache(config) -> Cache:
+    return teacher.write_caches(config)[0]
 
 
-def test_a_good_store_is_described_verified_checked_and_drawn(store, config, tmp_path, capsys):
-    png = tmp_path / "store.png"
+def test_a_good_cache_is_described_verified_checked_and_drawn(cache, config, tmp_path, capsys):
+    png = tmp_path / "cache.png"
     words = [config.cache.path, "--verify", "--spot_check", "6", "--png", str(png)]
     assert audit.main([*words, "--teacher", config.teacher.path]) == 0
     said = capsys.readouterr().out
     for fact in (
-        store.manifest.fingerprint,
-        store.manifest.data_fingerprint,
-        f"{store.tokens:,}",
-        f"{store.nbytes:,}",
+        cache.manifest.fingerprint,
+        cache.manifest.data_fingerprint,
+        f"{cache.tokens:,}",
+        f"{cache.nbytes:,}",
         "teacher_gaps",
         "mass inside the K",
-        "label among the K",
-        "right",
+        "label inside",
+        "verdict: K = 8 holds",
+        "every checksum",
+        "the targets are this teacher's",
     ):
         assert fact in said
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.with_name("store-heldout.png").is_file()
+    assert png.with_name("cache-heldout.png").is_file()
 
 
-def test_statistics_equal_the_definition(store, config):
+def test_statistics_equal_the_definition(cache, config):
     model = random_model()
-    batch = store.read(range(store.rows))
+    batch = cache.read(range(cache.rows))
     ids, gaps, log_z, log_tail = definition(
         hidden_states(model, batch),
         np.asarray(model.lm_head_weight()),
-        vocab_size=store.manifest.vocab_size,
+        vocab_size=cache.manifest.vocab_size,
         top_k=8,
         temperature=1.0,
     )
-    mask = batch["mask"]
+    mask = batch.mask
     log_p = -gaps - log_z[..., None]
     outcomes = np.concatenate([log_p, log_tail[..., None]], -1)[mask]
-    found = audit.statistics(store, np.arange(store.rows))
+    found = audit.statistics(cache, np.arange(cache.rows))
     assert found is not None
     np.testing.assert_allclose(found.retained, 1 - np.exp(log_tail[mask]), atol=1e-5)
     np.testing.assert_allclose(found.entropy, -(np.exp(outcomes) * outcomes).sum(-1), atol=2e-3)
-    label = (ids == batch["labels"][..., None]).any(-1)[mask].mean()
-    assert found.label_in_top_k == pytest.approx(label)
+    label = (ids == batch.labels[..., None]).any(-1)[mask].mean()
+    assert list(found.by_k) == [1, 8]
+    assert found.by_k[8][1] == pytest.approx(label)
+    assert found.by_k[8][0] == pytest.approx(1 - np.exp(log_tail[mask]).mean(), abs=1e-5)
+    assert found.by_k[1][1] == pytest.approx((ids[..., 0] == batch.labels)[mask].mean())
+    assert found.by_k[1][0] == pytest.approx(np.exp(log_p[..., 0])[mask].mean(), abs=1e-5)
 
 
-def test_array_bytes_add_up_to_the_files_on_disk(store):
-    files = [f for f in Path(store.path).rglob("*") if f.is_file() and "/c/" in str(f)]
-    sizes = audit.array_bytes(store)
-    assert sum(sizes.values()) == store.nbytes == sum(f.stat().st_size for f in files)
+@pytest.mark.parametrize(
+    ("inside", "advice"),
+    [
+        ({8: 0.97, 32: 0.995, 100: 0.999}, "cache.read_top_k 32 would do"),
+        ({8: 0.97, 32: 0.98, 100: 0.99}, "enough under any tail"),
+        ({8: 0.7, 32: 0.8, 100: 0.91}, "keep loss.tail bucket"),
+        ({8: 0.01, 32: 0.02, 100: 0.05}, "a larger cache.top_k"),
+    ],
+)
+def test_the_verdict_follows_from_the_probability_inside(inside, advice):
+    by_k = {k: (mass, 0.9) for k, mass in inside.items()}
+    said = audit.verdict(audit.Statistics(np.ones(1), np.ones(1), by_k, np.ones(1)))
+    assert said.startswith(f"verdict: K = 100 holds {inside[100]:.1%}") and advice in said
+
+
+def test_array_bytes_add_up_to_the_files_on_disk(cache):
+    files = [f for f in Path(cache.path).rglob("*") if f.is_file() and "/c/" in str(f)]
+    sizes = audit.array_bytes(cache)
+    assert sum(sizes.values()) == cache.nbytes == sum(f.stat().st_size for f in files)
 
 
 def flip(file: Path) -> None:
@@ -81,81 +103,77 @@ def flip(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-def test_verify_names_every_bad_file_and_nothing_else(store, capsys):
+def test_verify_names_every_bad_file_and_nothing_else(cache, capsys):
     """Case 34: one file deleted, one cut short, one bit flipped, one shard never committed."""
-    manifest = store.manifest
-    assert store.shards >= 4
+    manifest = cache.manifest
+    assert cache.shards >= 4
     bad = {
         shard_file(manifest, "tokens", 0): lambda f: f.unlink(),
         shard_file(manifest, "teacher_indices", 1): lambda f: f.write_bytes(f.read_bytes()[:-1]),
         shard_file(manifest, "teacher_log_z", 2): flip,
         "commits/000003.json": lambda f: f.unlink(),
+        "loss_mask/zarr.json": lambda f: f.write_text(f.read_text() + " "),
     }
-    assert audit.verify(store) == []
+    assert audit.verify(cache) == []
     for name, damage in bad.items():
-        damage(Path(store.path) / name)
-    problems = audit.verify(Store.open(store.path))
+        damage(Path(cache.path) / name)
+    problems = audit.verify(Cache.open(cache.path))
     assert sorted(p.split()[0].rstrip(":") for p in problems) == sorted(bad)
-    told = " ".join(problems)
-    assert "rows 16..31" in told
-    assert all(word in told for word in ("missing", "committed with", "sha256", "not committed"))
-    assert audit.main([store.path, "--verify"]) == 1
+    lines = " ".join(problems)
+    assert "rows 16..31" in lines
+    assert all(word in lines for word in ("missing", "committed with", "sha256"))
+    assert audit.main([cache.path, "--verify"]) == 1
     said = capsys.readouterr().out
-    assert all(name in said for name in bad)
+    assert all(name in said for name in bad) and "delete them" in said
 
 
-def test_damage_is_an_error_without_verify_too(store):
-    flip(Path(store.path) / shard_file(store.manifest, "teacher_gaps", 0))
-    with pytest.raises(Failure, match="teacher_gaps/c/0/0/0"):
-        audit.main([store.path])
+def test_damage_is_an_error_without_verify_too(cache):
+    flip(Path(cache.path) / shard_file(cache.manifest, "teacher_gaps", 0))
+    with pytest.raises(RunError, match="teacher_gaps/c/0/0/0"):
+        audit.main([cache.path])
 
 
-def test_another_teacher_fails_the_spot_check(store, config, tmp_path, capsys):
+def test_another_teacher_fails_the_spot_check(cache, config, tmp_path, capsys):
     other = hf_folder(tmp_path / "other", seed=9)
-    assert audit.main([store.path, "--spot_check", "4", "--teacher", str(other)]) == 1
+    assert audit.main([cache.path, "--spot_check", "4", "--teacher", str(other)]) == 1
     said = capsys.readouterr().out
-    assert "not the teacher" in said and "WRONG" in said
+    assert "not the teacher" in said and "another teacher's" in said
 
 
-def test_targets_one_position_late_fail_the_spot_check(store):
-    """Case 7: KL is 0 where the targets belong and large beside it."""
-    model = random_model()
-    kl, shifted = audit.spot_check(store, model, np.arange(4))
-    assert kl < 1e-5 and shifted > 0.5
-
-    class Late:
-        manifest = store.manifest
-
-        @staticmethod
-        def read(rows, **knobs):
-            batch = store.read(rows, **knobs)
-            late = {k: np.roll(v, -1, axis=1) for k, v in batch.items() if k.startswith("teacher")}
-            return batch | late
-
-    kl, shifted = audit.spot_check(Late(), model, np.arange(4))  # type: ignore[arg-type]
-    assert kl > 0.5 and shifted < 1e-5
+def test_beside_a_live_writer_nothing_is_called_damage(cache, config, capsys):
+    (Path(cache.path) / "commits/000003.json").unlink()
+    with create(cache.path, cache.manifest, cache.rows):
+        assert audit.main([cache.path, "--verify"]) == 0
+        said = capsys.readouterr().out
+        assert f"a writer is active (process {os.getpid()}" in said
+        assert "delete" not in said and "bad" not in said
+        with pytest.raises(UserError, match="a writer is active .*: wait for it"):
+            Cache.open(cache.path).require_complete()
+    assert audit.main([cache.path, "--verify"]) == 1
+    said = capsys.readouterr().out
+    assert "not finished; re-run the command" in said and "delete" not in said
 
 
-def test_questions_that_make_no_sense_are_refused(store, tmp_path):
-    with pytest.raises(Refusal, match="expected a store at"):
+def test_questions_that_make_no_sense_are_refused(cache, tmp_path):
+    with pytest.raises(UserError, match="expected a cache at"):
         audit.main([str(tmp_path / "nothing")])
-    with pytest.raises(Refusal, match="--teacher DIR"):
-        audit.main([store.path, "--spot_check", "3"])
-    with pytest.raises(Refusal, match="at least 1 row"):
-        audit.main([store.path, "--spot_check", "0", "--teacher", "x"])
+    with pytest.raises(UserError, match="--teacher DIR"):
+        audit.main([cache.path, "--spot_check", "3"])
+    with pytest.raises(UserError, match="at least 1 row"):
+        audit.main([cache.path, "--spot_check", "0", "--teacher", "x"])
 
 
 def test_the_command_line_exits_2_for_a_wrong_path(tmp_path):
     command = [sys.executable, "-m", "jax_distill.audit", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: expected a store at")
+    assert result.stderr.startswith("error: expected a cache at")
     assert result.stderr.count("\n") == 1
 
 
-def test_a_store_without_a_teacher_is_described(config, capsys):
+def test_a_cache_without_a_teacher_is_described(config, capsys):
     bare = replace(config, teacher=replace(config.teacher, path=""))
-    train, _ = teacher.write_stores(bare)
+    train, _ = teacher.write_caches(bare)
     assert audit.main([train.path, "--verify"]) == 0
     assert "no teacher" in capsys.readouterr().out
 
@@ -163,6 +181,6 @@ def test_a_store_without_a_teacher_is_described(config, capsys):
 def test_the_fingerprint_of_a_teacher_follows_its_bytes(tmp_path):
     folder = hf_folder(tmp_path / "a")
     same = hf_folder(tmp_path / "b")
-    assert teacher.teacher_fingerprint(folder) == teacher.teacher_fingerprint(same)
+    assert teacher_fingerprint(folder) == teacher_fingerprint(same)
     hf.save_weights(same, random_model(1), model_config())
-    assert teacher.teacher_fingerprint(folder) != teacher.teacher_fingerprint(same)
+    assert teacher_fingerprint(folder) != teacher_fingerprint(same)

@@ -1,6 +1,5 @@
 """The benchmarks at toy size, and what is planned for a GPU that is not here."""
 
-import argparse
 import importlib.util
 import json
 import os
@@ -12,12 +11,14 @@ import numpy as np
 import pytest
 
 from jax_distill import devices
+from jax_distill.base import charts, process
+from jax_distill.base.errors import UserError
+from jax_distill.bench import MATMULS, attention_check, gpu_check, head, peers
 from jax_distill.bench import __main__ as bench
-from jax_distill.bench import gpu_check, head, head_plot, peers, process
-from jax_distill.config import Refusal
-from jax_distill.losses.float64_test import Batch, float64_loss, make_batch
+from jax_distill.synthetic import loss_inputs
 
-TOY = ["--tokens", "32", "--hidden", "16", "--vocab", "512", "--top_k", "7", "--chunk_size", "8"]
+SIZE = ["--tokens", "32", "--hidden_size", "16", "--vocab_size", "512", "--top_k", "7"]
+TOY = [*SIZE, "--chunk_size", "8"]
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_cuda13_plugin")
 
@@ -29,10 +30,10 @@ def test_head_measures_writes_rows_and_draws(tmp_path, capsys):
     assert bench.main(["head", *TOY, *options, *written]) == 0
     rows = json.loads(rows_at.read_text())
     assert {row["implementation"] for row in rows} == {"fused", "kl_and_grads"}
-    keys = "implementation tokens hidden vocab top_k chunk_size peak_gib products seconds"
+    keys = "implementation tokens hidden_size vocab_size top_k chunk_size peak_gib matmuls"
     for row in rows:
         assert set(keys.split()) <= set(row)
-        assert row["seconds"] > 0 and row["products"] == 3
+        assert row["seconds"] > 0 and row["matmuls"] == 3
         assert row["peak_gib"] > row["floor_gib"] > 0
         assert (row["measured_gib"] is not None) == process.tells_memory()
     assert plot_at.read_bytes().startswith(b"\x89PNG")
@@ -40,10 +41,10 @@ def test_head_measures_writes_rows_and_draws(tmp_path, capsys):
     assert all(word in printed for word in ("kl_and_grads", "peak GiB", "floor", "paper"))
 
 
-@pytest.mark.skipif(not process.tells_memory(), reason="the kernel does not tell")
+@pytest.mark.skipif(not process.tells_memory(), reason="needs Linux's /proc")
 def test_the_measured_peak_is_near_the_planned_one_and_parts_dense_from_fused(tmp_path):
     """What a process takes on a CPU, inputs included, against XLA's plan: within 25 MiB."""
-    size = ["--tokens", "512", "--hidden", "64", "--vocab", "32768", "--chunk_size", "32"]
+    size = ["--tokens", "512", "--hidden_size", "64", "--vocab_size", "32768", "--chunk_size", "32"]
     rows_at = tmp_path / "rows.json"
     options = ["--implementation", "dense,fused", "--repeats", "1", "--dtype", "float32"]
     command = [sys.executable, "-m", "jax_distill.bench", "head", *size, *options]
@@ -55,54 +56,72 @@ def test_the_measured_peak_is_near_the_planned_one_and_parts_dense_from_fused(tm
         assert row["measured_gib"] == pytest.approx(row["peak_gib"], abs=25 / 1024)
 
 
-def test_lines_are_drawn_by_chunk_size_and_labels_stand_apart():
-    def row(implementation, chunk_size, tokens, gib):
-        known = {"implementation": implementation, "chunk_size": chunk_size, "tokens": tokens}
-        return {**known, "peak_gib": gib, "fits": gib < 100}
+def test_lines_are_drawn_by_chunk_size_and_the_papers_figures_where_they_belong(
+    tmp_path, monkeypatch
+):
+    def row(implementation, chunk_size, tokens):
+        case = head.Case(implementation, tokens, *head.PAPER_SHAPE, 100, chunk_size, "bfloat16")
+        return head.row_of(case, "a GPU", devices.Memory(tokens << 20, 0, 0, 0))
 
-    rows = [row("dense", 8, t, 4.0 * t) for t in (32, 16)]
-    rows += [row(name, 8, t, 8.0 + t) for name in ("fused", "fused_chunked") for t in (16, 32)]
-    rows += [row("fused", 16, t, 9.0 + t) for t in (16, 32)]
-    lines = head_plot.lines_of(rows)
-    assert [line.label for line in lines] == [
-        "dense",
-        "fused, C = 8",
-        "fused_chunked, C = 8",
-        "fused, C = 16",
-    ]
-    assert lines[0].points == [(16, 64.0, True), (32, 128.0, False)]
-    labels = head_plot.labels_of(lines)
-    assert [text for text, *_ in labels] == [
-        "fused, C = 8, fused_chunked, C = 8",
-        "fused, C = 16",
-        "dense",
-    ]
-    places = [at for *_, at in labels]
-    assert all(b >= a * head_plot.APART for a, b in zip(places, places[1:], strict=False))
-
-
-def test_the_answer_for_peers_is_that_of_the_losses(tmp_path):
-    options = argparse.Namespace(tokens=6, hidden=8, vocab=40, top_k=5, chunk_size=3)
-    inputs = peers.make_inputs(options)
-    answer = peers.float64_answer(inputs, "bucket")
-    arrays = {name: inputs[name][None] for name in inputs if name.startswith("teacher_")}
-    arrays = {name: arrays[name] for name in arrays.keys() & Batch.__dataclass_fields__.keys()}
-    batch = make_batch(0, shape=(1, 6, 8, 40, 5), holes=False).replace(
-        hidden=inputs["hidden"][None].astype(np.float64),
-        lm_head=inputs["lm_head"].astype(np.float64),
-        **arrays,
+    drawn = {}
+    monkeypatch.setattr(
+        head, "draw_lines", lambda path, lines, **more: drawn.update(more, lines=lines)
     )
-    sums, gradients = float64_loss(batch)
-    assert answer["loss"] == pytest.approx(sums["loss"], rel=1e-6)
-    np.testing.assert_allclose(answer["d_hidden"], gradients["hidden"][0], atol=1e-6)
-    np.testing.assert_allclose(answer["d_lm_head"], gradients["lm_head"], atol=1e-6)
+    rows = [row("dense", 8, t) for t in (32768, 16384)]
+    rows += [row("fused_chunked", c, t) for c in (8, 16) for t in (16384, 32768)]
+    head.draw(rows, tmp_path / "plot.png", limit=None)
+    floor = drawn["lines"].pop("inputs and gradients alone")
+    assert drawn["lines"] == {
+        "dense": [(32768, 32.0), (16384, 16.0)],
+        "fused_chunked, C = 8": [(16384, 16.0), (32768, 32.0)],
+        "fused_chunked, C = 16": [(16384, 16.0), (32768, 32.0)],
+    }
+    assert dict(floor) == {t: row("dense", 8, t)["floor_gib"] for t in (16384, 32768)}
+    assert [(mark.x, mark.y) for mark in drawn["marks"]] == [(32768, 85.2), (32768, 5.45)]
+
+
+def test_a_bar_is_drawn_of_its_parts(tmp_path):
+    path, limits = tmp_path / "plot.png", [charts.Limit(5.0, "room")]
+    charts.draw_bars(path, {"one": {"a": 1.0, "b": 2.0}}, title="t", label="GB", limits=limits)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("computes", ["bucket", "full KL"])
+def test_the_answer_for_peers_is_its_own_derivative(computes):
+    """The gradients against central differences of the value, float64: error O(h²) and eps/h."""
+    inputs = loss_inputs(1, 3, width=4, vocab_size=11, top_k=5)
+    inputs = inputs._replace(
+        hidden=inputs.hidden.astype(np.float64), weight=inputs.weight.astype(np.float64)
+    )
+    answer, step = peers.float64_answer(inputs, computes), 1e-5
+    for name, gradient in (("hidden", "d_hidden"), ("weight", "d_weight")):
+        exact, array = answer[gradient], getattr(inputs, name)
+        assert exact.shape == array.shape
+        for index in np.ndindex(array.shape):
+            values = []
+            for move in (step, -step):
+                moved = array.copy()
+                moved[index] += move
+                there = inputs._replace(**{name: moved})
+                values.append(peers.float64_answer(there, computes)["loss"])
+            slope = (values[0] - values[1]) / (2 * step)
+            assert slope == pytest.approx(exact[index], rel=1e-6, abs=1e-7)
+
+
+def test_the_answer_is_zero_where_student_and_teacher_agree_and_their_kl_elsewhere():
+    """K = V: the bucket is the whole KL; at distance 0 both are 0."""
+    same = loss_inputs(1, 3, width=4, vocab_size=11, top_k=10, distance=0.0)
+    for computes in ("bucket", "full KL"):
+        assert peers.float64_answer(same, computes)["loss"] == pytest.approx(0.0, abs=1e-5)
+    other = loss_inputs(1, 3, width=4, vocab_size=11, top_k=10)
+    bucket, full = (peers.float64_answer(other, c)["loss"] for c in ("bucket", "full KL"))
+    assert bucket == pytest.approx(full, rel=1e-5) and full > 0.1  # the tail is one token: exact
 
 
 @pytest.mark.slow
 def test_peers_agree_and_who_is_not_installed_is_named(tmp_path):
     rows_at = tmp_path / "new" / "rows.json"
-    size = ["--tokens", "32", "--hidden", "16", "--vocab", "512", "--top_k", "7"]
-    assert bench.main(["peers", *size, "--chunk_size", "8", "--json", str(rows_at)]) == 0
+    assert bench.main(["peers", *TOY, "--json", str(rows_at)]) == 0
     rows = {row["label"]: row for row in json.loads(rows_at.read_text())}
     assert len(rows) == len(peers.PEERS) == 11
     assert not rows["jax_distill fused"]["missing"] and not rows["torch_ref fused"]["missing"]
@@ -110,19 +129,38 @@ def test_peers_agree_and_who_is_not_installed_is_named(tmp_path):
         if row["missing"]:
             assert row["seconds"] is None and "No module named" in row["missing"]
         else:
-            assert max(row[f"{x}_error"] for x in ("value", "d_hidden", "d_lm_head")) < 1e-4
+            assert max(row[f"{x}_error"] for x in ("value", "d_hidden", "d_weight")) < 1e-4
             assert row["seconds"] > 0
 
 
-def test_the_gpu_check_covers_every_implementation_length_and_chunk():
+def test_the_gpu_check_covers_every_implementation_and_both_lengths():
     cases = {(c.implementation, c.tokens, c.chunk_size) for c in gpu_check.cases_of(toy=False)}
-    lengths, chunks = (8192, 32768, 262144), (1024, 2048, 4096)
-    chunked = set(head.PRODUCTS) - {"dense"}
-    assert cases == {(i, t, c) for i in chunked for t in lengths for c in chunks} | {
-        ("dense", t, 1024) for t in lengths
-    }
+    assert cases == {(i, t, 2048) for i in MATMULS for t in (8192, 262144)}
     script = (ROOT / ".ci/gpu_check.sh").read_text()
-    assert "--tokens 8192,32768,262144 --chunk_size 1024,2048,4096" in script  # torch_ref's
+    assert "--tokens 8192,262144 --chunk_size 2048" in script  # torch_ref's
+
+
+def test_the_gpu_checks_definition_of_attention_is_its_own_derivative():
+    """The gradients against central differences of the value, float64: error O(h²) and eps/h."""
+    size = attention_check.Size(6, 4, 2, 3, 3)
+    rng = np.random.default_rng(0)
+    shapes = {"query": (6, 4, 3), "key": (6, 2, 3), "value": (6, 2, 3), "sinks": (4,)}
+    arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    cotangent, segments = rng.normal(size=shapes["query"]), np.array([1, 1, 1, 2, 2, 0])
+    step = 1e-5
+    for window in (None, size.window):
+        exact = attention_check.definition(arrays, cotangent, segments, window, True)
+        for name, array in arrays.items():
+            for index in list(np.ndindex(array.shape))[::5]:
+                values = []
+                for move in (step, -step):
+                    moved = array.copy()
+                    moved[index] += move
+                    there = arrays | {name: moved}
+                    out = attention_check.definition(there, cotangent, segments, window, True)
+                    values.append(np.sum(out["output"] * cotangent))
+                slope = (values[0] - values[1]) / (2 * step)
+                assert slope == pytest.approx(exact[f"d_{name}"][index], rel=1e-6, abs=1e-8)
 
 
 @pytest.mark.slow
@@ -135,7 +173,13 @@ def test_the_gpu_check_runs_at_toy_size(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ours = json.loads((out / "gpu_check_jax.json").read_text())
     assert len(ours["correctness"]) == 10 and all(row["right"] for row in ours["correctness"])
-    assert {row["implementation"] for row in ours["head"]} == set(head.PRODUCTS)
+    kinds = {"grouped", "blockwise", "reference"}  # × 2 dtypes × 2 rows × 2 windows × 2
+    assert {row["implementation"] for row in ours["attention"]} >= kinds
+    assert len(ours["attention"]) >= 48 and all(row["right"] for row in ours["attention"])
+    (step,) = json.loads((out / "gpu_check_steps.json").read_text())
+    assert step["planned_bytes"] and "compare" not in done.stderr
+    assert "1e-4 allowed" in done.stdout.replace("0.0001", "1e-4")
+    assert {row["implementation"] for row in ours["head"]} == set(MATMULS)
     assert all(row["peak_gib"] and row["seconds"] for row in ours["head"])
     theirs = json.loads((out / "gpu_check_torch.json").read_text())
     assert len({row["implementation"] for row in theirs}) == 4
@@ -153,19 +197,19 @@ def test_the_gpu_check_runs_at_toy_size(tmp_path):
         (["--json", "/dev/null/rows.json"], "expected --json to be a file"),
         (["--plot", "plot.bmp"], "expected --plot to end in .png"),
         (["--plot", "/dev/null/plot.png"], "expected --plot to be a file"),
-        (["--tokens", "32768", "--hidden", "4096", "--vocab", "131072"], "CPU"),
+        (["--tokens", "32768", "--hidden_size", "4096", "--vocab_size", "131072"], "CPU"),
     ],
 )
 def test_head_refuses_nonsense_in_one_line(options, word):
-    with pytest.raises(Refusal, match=word) as refusal:
+    with pytest.raises(UserError, match=word) as refusal:
         bench.main(["head", *TOY, *options])
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("words", [["peers", *TOY], ["gpu_check", "--toy"]])
 def test_rows_that_cannot_be_written_are_refused_before_the_work(words, monkeypatch):
-    monkeypatch.setattr(peers, "make_inputs", None)
-    with pytest.raises(Refusal, match="expected --json to be a file.*; name another"):
+    monkeypatch.setattr(peers, "loss_inputs", None)
+    with pytest.raises(UserError, match="expected --json to be a file.*; name another"):
         bench.main([*words, "--json", "/dev/null/rows.json"])
 
 
@@ -177,7 +221,7 @@ def test_so_are_those_of_torch_ref():
 
 
 def test_an_unknown_benchmark_is_refused():
-    with pytest.raises(Refusal, match="head"):
+    with pytest.raises(UserError, match="head"):
         bench.main(["heads"])
 
 

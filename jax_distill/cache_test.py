@@ -1,4 +1,4 @@
-"""The store: what goes in comes out, and nothing that is missing, torn or another's comes out."""
+"""The cache: what goes in comes out, and nothing that is missing, torn or another's comes out."""
 
 import math
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_distill.cache import Manifest, Store, create, shard_file
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
+from jax_distill.cache import Cache, Manifest, create, shard_file
 
 TEMPERATURES = (1.0, 2.0)
 
@@ -37,7 +37,7 @@ def captured(logits: np.ndarray, top_k: int, temperatures=TEMPERATURES) -> dict[
     return {
         "teacher_indices": ids.astype(width),
         "teacher_count": np.full(z.shape[:2], top_k, np.uint16),
-        "teacher_gaps": (top - np.take_along_axis(z, ids, -1)).astype(np.float16),
+        "teacher_gaps": np.minimum(top - np.take_along_axis(z, ids, -1), 65504).astype(np.float16),
         "teacher_log_z": np.stack(log_z, -1).astype(np.float32),
         "teacher_log_tail": np.stack(log_tail, -1).astype(np.float32),
     }
@@ -53,15 +53,15 @@ def random_rows(rows: int, length: int, vocab_size: int, seed: int = 0) -> dict[
     }
 
 
-def store_of(path: Path, manifest: Manifest, arrays: dict[str, np.ndarray]) -> Store:
+def cache_of(path: Path, manifest: Manifest, arrays: dict[str, np.ndarray]) -> Cache:
     with create(str(path), manifest, len(arrays["tokens"])) as writer:
         for shard, first, last in writer.missing_shards():
             writer.write(shard, {name: each[first : last + 1] for name, each in arrays.items()})
-    return Store.open(str(path))
+    return Cache.open(str(path))
 
 
 def small(path: Path, *, rows=10, length=12, vocab_size=50, top_k=5, shard_rows=4, **fields):
-    """(store, its arrays, the teacher's logits [N,T,V])."""
+    """(cache, its arrays, the teacher's logits [N,T,V])."""
     logits = np.random.default_rng(1).normal(0, 4, (rows, length, vocab_size)).astype(np.float32)
     arrays = random_rows(rows, length, vocab_size)
     if top_k:
@@ -74,7 +74,7 @@ def small(path: Path, *, rows=10, length=12, vocab_size=50, top_k=5, shard_rows=
         top_k=top_k,
         **fields,
     )
-    return store_of(path, manifest, arrays), arrays, logits
+    return cache_of(path, manifest, arrays), arrays, logits
 
 
 def folder_bytes(path: Path) -> dict[str, bytes]:
@@ -85,34 +85,34 @@ def folder_bytes(path: Path) -> dict[str, bytes]:
 
 
 def test_rows_come_back_in_any_order_with_repeats(tmp_path):
-    store, arrays, _ = small(tmp_path)
+    cache, arrays, _ = small(tmp_path)
     rows = np.array([9, 0, 3, 3])
-    batch = store.read(rows)
-    assert store.complete and store.rows == 10
+    batch = cache.read(rows)
+    assert cache.complete and cache.rows == 10
     for name in ("tokens", "segment_ids", "positions"):
-        np.testing.assert_array_equal(batch[name], arrays[name][rows])
-        assert batch[name].dtype == np.int32
-    np.testing.assert_array_equal(batch["teacher_indices"], arrays["teacher_indices"][rows])
-    assert batch["teacher_indices"].dtype == batch["teacher_count"].dtype == np.int32
-    assert batch["teacher_logprobs"].dtype == batch["teacher_log_tail"].dtype == np.float32
+        np.testing.assert_array_equal(getattr(batch, name), arrays[name][rows])
+        assert getattr(batch, name).dtype == np.int32
+    np.testing.assert_array_equal(batch.targets.indices, arrays["teacher_indices"][rows])
+    assert batch.targets.indices.dtype == batch.targets.count.dtype == np.int32
+    assert batch.targets.logprobs.dtype == batch.targets.log_tail.dtype == np.float32
 
 
 def test_labels_are_the_next_tokens_and_the_last_column_counts_for_nothing(tmp_path):
-    store, arrays, _ = small(tmp_path)
-    batch = store.read(range(10))
-    np.testing.assert_array_equal(batch["labels"][:, :-1], arrays["tokens"][:, 1:])
-    np.testing.assert_array_equal(batch["mask"][:, :-1], arrays["loss_mask"][:, :-1] == 1)
-    assert not batch["labels"][:, -1].any() and not batch["mask"][:, -1].any()
-    assert batch["mask"].dtype == bool
+    cache, arrays, _ = small(tmp_path)
+    batch = cache.read(range(10))
+    np.testing.assert_array_equal(batch.labels[:, :-1], arrays["tokens"][:, 1:])
+    np.testing.assert_array_equal(batch.mask[:, :-1], arrays["loss_mask"][:, :-1] == 1)
+    assert not batch.labels[:, -1].any() and not batch.mask[:, -1].any()
+    assert batch.mask.dtype == bool
 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_rows_of_length_1_and_2_are_stored(tmp_path, length):
     """Case 10."""
-    store, arrays, _ = small(tmp_path, length=length)
-    batch = store.read([0, 9])
-    np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][[0, 9]])
-    assert not batch["mask"][:, -1].any()
+    cache, arrays, _ = small(tmp_path, length=length)
+    batch = cache.read([0, 9])
+    np.testing.assert_array_equal(batch.tokens, arrays["tokens"][[0, 9]])
+    assert not batch.mask[:, -1].any()
 
 
 @settings(max_examples=25, deadline=None)
@@ -127,18 +127,18 @@ def test_logprobs_equal_the_float64_softmax_at_every_stored_temperature(
     tmp_path_factory, rows, length, shard_rows, vocab_size, data
 ):
     top_k = data.draw(st.integers(1, vocab_size))
-    path = tmp_path_factory.mktemp("store")
-    store, arrays, logits = small(
+    path = tmp_path_factory.mktemp("cache")
+    cache, arrays, logits = small(
         path, rows=rows, length=length, shard_rows=shard_rows, vocab_size=vocab_size, top_k=top_k
     )
     for temperature in TEMPERATURES:
-        batch = store.read(range(rows), temperature=temperature)
-        ids = batch["teacher_indices"].astype(np.int64)
+        batch = cache.read(range(rows), temperature=temperature)
+        ids = batch.targets.indices.astype(np.int64)
         exact = np.take_along_axis(log_softmax(logits, temperature), ids, -1)
         # fp16 gaps up to 32 move single logits by up to 8e-3; the probabilities' sum stays.
-        np.testing.assert_allclose(batch["teacher_logprobs"], exact, atol=1.7e-2 / temperature)
-        tail = np.exp(batch["teacher_log_tail"].astype(np.float64))
-        total = np.exp(batch["teacher_logprobs"].astype(np.float64)).sum(-1) + tail
+        np.testing.assert_allclose(batch.targets.logprobs, exact, atol=1.7e-2 / temperature)
+        tail = np.exp(batch.targets.log_tail.astype(np.float64))
+        total = np.exp(batch.targets.logprobs.astype(np.float64)).sum(-1) + tail
         np.testing.assert_allclose(total, 1.0, atol=1e-6)
 
 
@@ -154,30 +154,30 @@ def test_coding_the_logits_as_gaps_costs_less_than_a_millionth_of_a_nat(tmp_path
         top_k=top_k,
         temperatures=TEMPERATURES,
     )
-    batch = store_of(tmp_path, manifest, arrays).read(range(4))
-    exact = np.take_along_axis(log_softmax(logits, 1.0), batch["teacher_indices"].astype(int), -1)
+    batch = cache_of(tmp_path, manifest, arrays).read(range(4))
+    exact = np.take_along_axis(log_softmax(logits, 1.0), batch.targets.indices.astype(int), -1)
     tail = np.log1p(-np.exp(exact).sum(-1))
-    stored, stored_tail = batch["teacher_logprobs"], batch["teacher_log_tail"]
+    stored, stored_tail = batch.targets.logprobs, batch.targets.log_tail
     kl = (np.exp(exact) * (exact - stored)).sum(-1) + np.exp(tail) * (tail - stored_tail)
     assert np.abs(kl).max() < 1e-6
 
 
 def test_where_every_token_is_stored_the_tail_is_empty(tmp_path):
-    store, _, logits = small(tmp_path, vocab_size=7, top_k=7)
-    batch = store.read([2])
-    assert (batch["teacher_log_tail"] == -np.inf).all()
-    np.testing.assert_allclose(np.exp(batch["teacher_logprobs"]).sum(-1), 1.0, atol=1e-6)
+    cache, _, logits = small(tmp_path, vocab_size=7, top_k=7)
+    batch = cache.read([2])
+    assert (batch.targets.log_tail == -np.inf).all()
+    np.testing.assert_allclose(np.exp(batch.targets.logprobs).sum(-1), 1.0, atol=1e-6)
 
 
 def test_reading_fewer_of_the_k_moves_the_rest_into_the_tail(tmp_path):
-    store, _, _ = small(tmp_path)
-    whole, first = store.read([4, 7]), store.read([4, 7], top_k=2)
-    np.testing.assert_array_equal(first["teacher_indices"], whole["teacher_indices"][..., :2])
-    np.testing.assert_array_equal(first["teacher_logprobs"], whole["teacher_logprobs"][..., :2])
-    assert (first["teacher_count"] == 2).all()
-    dropped = np.exp(whole["teacher_logprobs"][..., 2:].astype(np.float64)).sum(-1)
-    tail = np.exp(whole["teacher_log_tail"].astype(np.float64)) + dropped
-    np.testing.assert_allclose(first["teacher_log_tail"], np.log(tail), rtol=1e-5)
+    cache, _, _ = small(tmp_path)
+    whole, first = cache.read([4, 7]), cache.read([4, 7], top_k=2)
+    np.testing.assert_array_equal(first.targets.indices, whole.targets.indices[..., :2])
+    np.testing.assert_array_equal(first.targets.logprobs, whole.targets.logprobs[..., :2])
+    assert (first.targets.count == 2).all()
+    dropped = np.exp(whole.targets.logprobs[..., 2:].astype(np.float64)).sum(-1)
+    tail = np.exp(whole.targets.log_tail.astype(np.float64)) + dropped
+    np.testing.assert_allclose(first.targets.log_tail, np.log(tail), rtol=1e-5)
 
 
 def test_entries_beyond_the_count_are_ignored(tmp_path):
@@ -194,12 +194,12 @@ def test_entries_beyond_the_count_are_ignored(tmp_path):
     manifest = Manifest(
         sequence_length=6, shard_rows=2, vocab_size=30, top_k=4, temperatures=TEMPERATURES
     )
-    batch = store_of(tmp_path, manifest, arrays).read([0, 1])
-    assert (batch["teacher_logprobs"][..., 2:] == -np.inf).all()
+    batch = cache_of(tmp_path, manifest, arrays).read([0, 1])
+    assert (batch.targets.logprobs[..., 2:] == -np.inf).all()
     exact = np.take_along_axis(log_softmax(logits, 1.0), short["teacher_indices"].astype(int), -1)
-    np.testing.assert_allclose(batch["teacher_logprobs"][1, :, :2], exact[1], atol=4e-3)
-    assert (batch["teacher_logprobs"][0, 0] == -np.inf).all()
-    assert batch["teacher_log_tail"][0, 0] == 0
+    np.testing.assert_allclose(batch.targets.logprobs[1, :, :2], exact[1], atol=4e-3)
+    assert (batch.targets.logprobs[0, 0] == -np.inf).all()
+    assert batch.targets.log_tail[0, 0] == 0
 
 
 @pytest.mark.parametrize("vocab_size", [256, 257, 65536, 65537, 131072, 131073])
@@ -219,38 +219,38 @@ def test_ids_at_the_edges_of_integer_widths_come_back(tmp_path, vocab_size):
     manifest = Manifest(
         sequence_length=3, shard_rows=2, vocab_size=vocab_size, top_k=5, temperatures=(1.0,)
     )
-    store = store_of(tmp_path, manifest, arrays)
-    batch = store.read([1])
-    assert batch["teacher_indices"][0, 0].tolist() == ids
-    assert batch["tokens"][0].tolist() == [0, vocab_size - 1, 0]
-    assert store.largest_token == vocab_size - 1
-    np.testing.assert_allclose(batch["teacher_logprobs"], math.log(0.1), rtol=1e-6)
+    cache = cache_of(tmp_path, manifest, arrays)
+    batch = cache.read([1])
+    assert batch.targets.indices[0, 0].tolist() == ids
+    assert batch.tokens[0].tolist() == [0, vocab_size - 1, 0]
+    assert cache.largest_token == vocab_size - 1
+    np.testing.assert_allclose(batch.targets.logprobs, math.log(0.1), rtol=1e-6)
 
 
-def test_a_store_without_a_teacher_holds_rows_alone(tmp_path):
-    store, arrays, _ = small(tmp_path, top_k=0)
-    batch = store.read([1, 5], temperature=3.0)
-    assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "mask"}
-    np.testing.assert_array_equal(batch["tokens"], arrays["tokens"][[1, 5]])
+def test_a_cache_without_a_teacher_holds_rows_alone(tmp_path):
+    cache, arrays, _ = small(tmp_path, top_k=0)
+    batch = cache.read([1, 5], temperature=3.0)
+    assert batch.targets is None
+    np.testing.assert_array_equal(batch.tokens, arrays["tokens"][[1, 5]])
 
 
 def test_the_teachers_arrays_stay_on_disk_where_they_are_not_wanted(tmp_path):
-    store, _, _ = small(tmp_path)
+    cache, _, _ = small(tmp_path)
     for name in ("teacher_gaps", "teacher_indices"):
-        (tmp_path / shard_file(store.manifest, name, 0)).unlink()
-    batch = store.read([0], targets=False, temperature=3.0, top_k=99)
-    assert set(batch) == {"tokens", "labels", "segment_ids", "positions", "mask"}
+        (tmp_path / shard_file(cache.manifest, name, 0)).unlink()
+    batch = cache.read([0], targets=False, temperature=3.0, top_k=99)
+    assert batch.targets is None
 
 
-def test_a_mask_of_zeros_is_stored_and_a_store_counts_its_tokens(tmp_path):
+def test_a_mask_of_zeros_is_stored_and_a_cache_counts_its_tokens(tmp_path):
     arrays = random_rows(5, 8, 20)
     arrays["loss_mask"][:] = 0
     arrays["segment_ids"][4, 6:] = 0
     manifest = Manifest(sequence_length=8, shard_rows=2, vocab_size=20)
-    store = store_of(tmp_path, manifest, arrays)
-    assert not store.read(range(5))["mask"].any()
-    assert (store.tokens, store.targets) == (38, 0)
-    assert store.nbytes == sum(len(b) for f, b in folder_bytes(tmp_path).items() if "/c/" in f)
+    cache = cache_of(tmp_path, manifest, arrays)
+    assert not cache.read(range(5)).mask.any()
+    assert (cache.tokens, cache.targets) == (38, 0)
+    assert cache.nbytes == sum(len(b) for f, b in folder_bytes(tmp_path).items() if "/c/" in f)
 
 
 # ---- vocabulary ---------------------------------------------------------------------------------
@@ -263,13 +263,13 @@ def vocabulary(size: int) -> dict[str, int]:
 @pytest.mark.parametrize("size", [297, 300, 303, 320])
 def test_tokenizers_with_more_or_fewer_tokens_at_the_end_are_allowed(tmp_path, size):
     """Cases 1, 2 and 4."""
-    store, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
-    store.check_vocabulary(vocabulary(size))
+    cache, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
+    cache.check_vocabulary(vocabulary(size))
 
 
 def test_swapped_words_are_refused_by_the_first_conflicting_id(tmp_path):
     """Case 3."""
-    store, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
+    cache, _, _ = small(tmp_path, vocab_size=300, vocabulary=vocabulary(300))
     swapped = vocabulary(300) | {"word7": 200, "word200": 7}
-    with pytest.raises(Refusal, match="id 7 to 'word7'.* got 'word200'"):
-        store.check_vocabulary(swapped)
+    with pytest.raises(UserError, match="id 7 to 'word7'.* got 'word200'"):
+        cache.check_vocabulary(swapped)

@@ -6,27 +6,37 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from jax_distill import audit, evaluate, export, hf, report, sharding, student, teacher
-from jax_distill.card import model_card
-from jax_distill.checkpoint import Checkpoints
-from jax_distill.config import FromTeacher, Refusal, StudentConfig, as_dict, save
-from jax_distill.config_test import snapshot
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.config import FromTeacher, StudentConfig, as_dict, save
+from jax_distill.model import count_parameters
+from jax_distill.model_folder import model_card
+from jax_distill.model_folder_test import snapshot
 from jax_distill.teacher_test import VOCAB, config, hf_folder, random_model
+from jax_distill.training.checkpoint import Checkpoints
 
 __all__ = ["config"]
 COMMANDS = {each.__name__.split(".")[-1]: each for each in (audit, evaluate, export, report)}
 COMMANDS["student"] = student
-ROW = {"kl": 0.123, "cross_entropy": 4.0, "perplexity": 54.6, "top1_agreement": 0.5}
+NAMES = ("teacher", "student", "student_before")  # of a table
+ROW = {
+    "kl": 0.123,
+    "cross_entropy": 4.0,
+    "perplexity": 54.6,
+    "top1_agreement": 0.5,
+    "calibration_error": 0.1,
+}
 
 
 def refusal(command: str, *words) -> str:
     """What a command says, in one line, to words that it refuses."""
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(UserError) as refused:
         COMMANDS[command].main([str(word) for word in words])
-    line = str(told.value)
+    line = str(refused.value)
     assert re.fullmatch("expected .*, got .*; .*", line), line
     return line
 
@@ -54,18 +64,18 @@ def run(config, tmp_path) -> Path:
     model = hf.load_model(start)
     params = nnx.state(model, nnx.Param)
     with Checkpoints(folder / "checkpoints", keep=2, seed=config.seed) as saved:
-        saved.save(2, params, params, heldout=0.5)
-        saved.save(4, jax.tree.map(lambda x: 2 * x, params), params, heldout=0.7)
-    lines = [{"step": 2, "loss": 1.0, "heldout_loss": 0.5}, {"step": 4, "loss": 1.0}]
+        saved.save(2, params, params, validation=0.5)
+        saved.save(4, jax.tree.map(lambda x: 2 * x, params), params, validation=0.7)
+    lines = [{"step": 2, "loss": 1.0, "val_loss": 0.5}, {"step": 4, "loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {
-        "heldout": {"teacher": ROW, "student": ROW},
+        "test": {"teacher": ROW, "student": ROW},
         "steps": 4,
         "tokens_trained": 4 * 8 * 32,
-        "student_parameters": student.count_parameters(model.config),
+        "student_parameters": count_parameters(model.config),
     }
     (folder / "summary.json").write_text(json.dumps(summary))
-    card = model_card(summary=summary, config=as_dict(config), store="abc")
+    card = model_card(summary=summary, config=as_dict(config), cache="abc")
     export.write_folder(folder / "export", model, student=start, dtype="float32", card=card)
     return folder
 
@@ -81,7 +91,7 @@ def test_a_card_tells_the_exported_step_and_the_table_only_if_it_is_of_that_step
     assert written == {"_from_model_config": True}  # the source has none, and no special tokens
     for step in ("best", "2"):
         assert "512 tokens (2 steps)" in cards[step] and "0.1230" not in cards[step]
-        assert "heldout_loss: 0.5000" in cards[step]
+        assert "val_loss: 0.5000" in cards[step]
     weights = [
         jax.tree.leaves(nnx.state(hf.load_model(tmp_path / f"at {step}")))[0]
         for step in ("best", "latest")
@@ -89,13 +99,13 @@ def test_a_card_tells_the_exported_step_and_the_table_only_if_it_is_of_that_step
     assert (2 * weights[0] == weights[1]).all()
 
 
-def test_a_card_of_an_unfinished_run_tells_its_step_and_its_store(run, config, tmp_path):
-    stores = teacher.write_stores(config)
+def test_a_card_of_an_unfinished_run_tells_its_step_and_its_cache(run, config, tmp_path):
+    caches = teacher.write_caches(config)
     (run / "summary.json").unlink()
     export.main([str(run), str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
     assert "(4 steps)" in card and "KL" not in card.split("```")[0]
-    assert stores[0].manifest.fingerprint in card
+    assert caches[0].manifest.fingerprint in card
 
 
 def test_export_writes_over_its_own_folder_and_over_no_other(run, tmp_path, monkeypatch):
@@ -150,12 +160,12 @@ def test_a_student_killed_half_made_leaves_nothing_at_its_place(config, tmp_path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(student, "_copy_weights", killed)
-    knobs = {"layers": [0], "parameters": None}
+    options = {"layers": [0], "parameters": None}
     with pytest.raises(KeyboardInterrupt):
-        student.make_student(Path(config.teacher.path), tmp_path / "out", **knobs)
+        student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    student.make_student(Path(config.teacher.path), tmp_path / "out", **knobs)
+    student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
     hf.load_model(tmp_path / "out")
 
 
@@ -170,7 +180,7 @@ def test_a_students_size_is_named_right(config, tmp_path, size):
 
 @pytest.fixture
 def heldout(config) -> str:
-    return teacher.write_stores(config)[1].path
+    return teacher.write_caches(config)[1].path
 
 
 def test_evaluate_refuses_a_teacher_with_another_tokenizer(config, heldout, tmp_path, monkeypatch):
@@ -179,7 +189,7 @@ def test_evaluate_refuses_a_teacher_with_another_tokenizer(config, heldout, tmp_
     monkeypatch.chdir(tmp_path)  # configs/ is found from anywhere, as in train
     for name in (other, "configs/quickstart_teacher"):
         line = refusal("evaluate", heldout, "--teacher", name, "--student", own)
-        assert "a teacher with the tokenizer of the store" in line and f"{VOCAB} ids" in line
+        assert "a teacher with the tokenizer of the cache" in line and f"{VOCAB} ids" in line
         line = refusal("evaluate", heldout, "--teacher", own, "--student", name)
         assert "the student's tokenizer to give id 0" in line
     for words in (["--teacher", "package:x", "--student", own], ["--teacher", own]):
@@ -196,21 +206,47 @@ def test_evaluate_takes_another_teacher_of_the_same_tokenizer_and_says_so(
     table = json.loads((tmp_path / "table.json").read_text())
     assert table["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
     evaluate.main([*words, "--teacher", str(other)])
-    assert "not the teacher that the store was made with" in capsys.readouterr().out
+    assert "not the teacher that the cache was made with" in capsys.readouterr().out
 
 
-def test_evaluate_refuses_a_head_that_lacks_ids_of_the_store(config, heldout, tmp_path):
-    store = evaluate.Store.open(heldout)
+def test_evaluate_refuses_a_head_that_lacks_ids_of_the_cache(config, heldout, tmp_path):
+    cache = evaluate.Cache.open(heldout)
     narrow = random_model(vocab_size=VOCAB - 1)
-    with pytest.raises(Refusal, match=f"expected {VOCAB} columns in the head of narrow"):
-        evaluate.heldout_table(
+    with pytest.raises(UserError, match=f"expected {VOCAB} columns in the head of narrow"):
+        evaluate.test_table(
             random_model(),
             {"narrow": narrow},
-            store,
-            evaluate.table_rows(store),
+            cache,
+            evaluate.table_rows(cache),
             batch_size=2,
             chunk_size=8,
         )
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_of_logits_that_are_not_finite_is_refused_by_model_and_row(heldout, name, value):
+    """One embedding is broken: the rows with that token, at a position that counts or before it."""
+    cache = evaluate.Cache.open(heldout)
+    rows = evaluate.table_rows(cache)
+    models = {each: random_model(seed) for seed, each in enumerate(NAMES)}
+    tokens = cache.read(rows, targets=False).tokens
+    broken = next(x for x in range(1, VOCAB) if 0 < (tokens[:, :-3] == x).any(1).sum() < len(rows))
+    weight = models[name].embed_tokens.weight
+    weight[...] = weight[...].at[broken].set(value)
+    row = rows[(tokens[:, :-3] == broken).any(axis=1)][0]
+    said = rf"logits of {name.replace('_', ' ')}, got NaN or infinity in rows {row}\b"
+    with pytest.raises(RunError, match=said):
+        evaluate.test_table(models.pop("teacher"), models, cache, rows, batch_size=2, chunk_size=8)
+
+
+def test_evaluate_refuses_weights_that_are_not_finite_before_any_table(config, heldout, tmp_path):
+    broken = random_model()
+    broken.norm.weight[...] = broken.norm.weight[...].at[0].set(jnp.nan)
+    student = hf_folder(tmp_path / "student")
+    hf.save_weights(student, broken, broken.config)
+    words = [heldout, "--teacher", config.teacher.path, "--student", student]
+    assert "finite numbers in 'model.norm.weight'" in refusal("evaluate", *words)
 
 
 @pytest.mark.parametrize(
@@ -227,22 +263,22 @@ def test_evaluate_refuses_a_head_that_lacks_ids_of_the_store(config, heldout, tm
 def test_evaluate_refuses_before_it_opens_anything(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    line = refusal("evaluate", "no store", "--teacher", "t", "--student", "s", *words)
-    assert words[0] in line and "no store" not in line
+    line = refusal("evaluate", "no cache", "--teacher", "t", "--student", "s", *words)
+    assert words[0] in line and "no cache" not in line
 
 
-def test_evaluate_refuses_an_unfinished_store(config, heldout):
+def test_evaluate_refuses_an_unfinished_cache(config, heldout):
     (Path(heldout) / "commits/000000.json").unlink()
     own = config.teacher.path
-    assert "finished store" in refusal("evaluate", heldout, "--teacher", own, "--student", own)
+    assert "finished cache" in refusal("evaluate", heldout, "--teacher", own, "--student", own)
 
 
 def test_figures_that_cannot_be_written_are_refused_before_the_work(run, tmp_path):
     (tmp_path / "file").write_text("t")
-    for command, first, option in (("audit", "no store", "--png"), ("report", run, "--out")):
+    for command, first, option in (("audit", "no cache", "--png"), ("report", run, "--out")):
         for place in ("a.bmp", "a", "file/a.png"):
             assert f"expected {option} to" in refusal(command, first, option, tmp_path / place)
-    assert "no store" not in refusal("audit", "no store", "--seed", "-1")
+    assert "no cache" not in refusal("audit", "no cache", "--seed", "-1")
     assert "metrics.jsonl" in refusal("report", tmp_path / "file")
     report.main([str(run), "--out", str(tmp_path / "new/curves.svg")])
     assert (tmp_path / "new/curves.svg").is_file()
@@ -251,7 +287,9 @@ def test_figures_that_cannot_be_written_are_refused_before_the_work(run, tmp_pat
 @pytest.mark.parametrize("sizes", [{"data": -1, "fsdp": 3}, {"data": 3, "fsdp": -1}])
 def test_a_mesh_that_the_devices_do_not_fill_names_what_was_set(sizes):
     name = next(key for key, value in sizes.items() if value == 3)
-    with pytest.raises(Refusal, match=f"expected mesh.{name} to divide the devices here, 8, got 3"):
+    with pytest.raises(
+        UserError, match=f"expected mesh.{name} to divide the devices here, 8, got 3"
+    ):
         sharding.make_mesh(**sizes)
-    with pytest.raises(Refusal, match="= 8 .*got 3·2"):
+    with pytest.raises(UserError, match="to be 8, .*got mesh.data 3 · mesh.fsdp 2; set mesh.data"):
         sharding.make_mesh(data=3, fsdp=2)

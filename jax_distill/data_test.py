@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jax_distill.config import Refusal, Source
+from jax_distill.base.errors import UserError
+from jax_distill.config import Source
 from jax_distill.data import (
     Tokenizer,
     fingerprint,
@@ -76,6 +77,18 @@ def test_eos_at_the_end_of_a_text_is_not_doubled(tmp_path, tokenizer):
     assert texts_of(corpus.train, tokenizer) == {"a<|endoftext|>"}
 
 
+def test_control_tokens_written_in_texts_are_counted(tmp_path, bos_tokenizer):
+    """Not those that begin and end a document; not words that only look like one."""
+    rows = [
+        {"text": "a<|endoftext|>b<s>c<|endoftext|>"},
+        {"text": "<s>marked, <|endoftext|"},
+        {"text": "<|endoftext|>begins"},
+    ]
+    corpus = read(write_jsonl(tmp_path / "a.jsonl", rows), bos_tokenizer)
+    assert corpus.counts.named == {"control tokens written in texts, read as such": 3}
+    assert "3 control tokens written in texts, read as such" in str(corpus.counts)
+
+
 def test_at_most_one_bos(tmp_path, bos_tokenizer):
     rows = [{"text": "plain"}, {"text": "<s>marked"}, {"text": "<s><s>twice"}]
     corpus = read(write_jsonl(tmp_path / "a.jsonl", rows), bos_tokenizer)
@@ -101,6 +114,39 @@ def test_a_folder_gives_one_document_a_file_and_mixes_formats(tmp_path, tokenize
     )
     assert corpus.counts.empty_documents == 2
     assert "2 documents empty as read" in str(corpus.counts)
+
+
+def test_of_a_cloned_data_set_only_the_training_data_are_read(tmp_path, tokenizer, capsys):
+    """Its README, its scripts and its test split are left out, and named."""
+    for name in ("README.md", "LICENSE.txt", "load.py", "notes.md", "data/image.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"not to be read: {name}")
+    splits = ("train-0.jsonl", "train-1.JSONL", "test-0.jsonl", "validation.jsonl", "dev_1.json")
+    for name in splits:
+        write_jsonl(tmp_path / "data" / name, [{"text": f"row of {name}"}])
+    (tmp_path / "test").mkdir()
+    write_jsonl(tmp_path / "test" / "part.jsonl", [{"text": "row of a test"}])
+    corpus = read(str(tmp_path), tokenizer)
+    expected = {f"row of {name}<|endoftext|>" for name in splits[:2]}
+    assert texts_of(corpus.train, tokenizer) == expected
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reading data/train-0.jsonl, data/train-1.JSONL; not LICENSE.txt, README.md" in said
+    before = fingerprint(str(tmp_path), format="auto", tokenizer=tokenizer, settings={})
+    (tmp_path / "README.md").write_text("other words")
+    assert before == fingerprint(str(tmp_path), format="auto", tokenizer=tokenizer, settings={})
+    # Where there is nothing else, prose is data, and so is a test split.
+    assert texts_of(read(str(tmp_path / "test"), tokenizer).train, tokenizer) == {
+        "row of a test<|endoftext|>"
+    }
+    for name in splits:
+        (tmp_path / "data" / name).unlink()
+    (tmp_path / "test" / "part.jsonl").unlink()
+    assert texts_of(read(str(tmp_path), tokenizer).train, tokenizer) == {
+        "not to be read: notes.md<|endoftext|>"
+    }
+    (tmp_path / "notes.md").unlink()
+    with pytest.raises(UserError, match="expected files .jsonl .*, got LICENSE.txt, README.md"):
+        read(str(tmp_path), tokenizer)
 
 
 def test_one_text_file_is_cut_at_empty_lines_so_that_something_can_be_held_out(tmp_path, tokenizer):
@@ -136,11 +182,18 @@ def test_gather_keeps_every_piece_in_order():
         (b'{"tokens": [1, 9999]}\n', r":1: expected ids below 300.*got 9999 at position 1"),
         (b'{"tokens": [1, 2], "targets": [1]}\n', r":1: expected targets of 0 or 1"),
         (b'{"messages": [{"content": "a"}]}\n', r"expected a chat template"),
+        (b'{"text": ' + b"[" * 100_000 + b"\n", r":1: expected one JSON .*nested too deeply"),
+        (b'{"text": ' + b"9" * 5000 + b"}\n", r":1: expected one JSON object a line"),
+        (b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n", r":1: expected text to be a string"),
+        (b'{"tokens": ' + b"[" * 900 + b"]" * 900 + b"}\n", r":1: expected a list of whole"),
+        (b'{"tokens": [1e999]}\n', r":1: expected a list of whole numbers"),
+        (b'{"tokens": [99999999999999999999]}\n', r":1: expected a list of whole numbers"),
+        (b'{"instruction": "a", "output": "b"}\n', r":1: .* got instruction, output; .*write"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, tokenizer, content, message):
     (tmp_path / "bad.jsonl").write_bytes(content)
-    with pytest.raises(Refusal, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read(str(tmp_path / "bad.jsonl"), tokenizer)
     assert "\n" not in str(caught.value)
     if "template" not in message:
@@ -152,20 +205,24 @@ def test_bad_places_and_settings_are_refused(tmp_path, tokenizer):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
     (tmp_path / "one.txt").write_text("only one document")
     (tmp_path / "cube.npy").write_bytes(b"junk")
+    np.save(tmp_path / "more.npy", np.arange(3))
+    with (tmp_path / "more.npy").open("ab") as file:
+        file.write(b"wrong")
+    same = write_jsonl(tmp_path / "same.jsonl", [{"text": "the same"}] * 20)
     cases = [
         (str(tmp_path / "none"), "auto", 0.0, "nothing is there"),
-        (str(tmp_path / "empty"), "auto", 0.0, "it has none"),
+        (str(tmp_path / "empty"), "auto", 0.0, "expected files .jsonl .* got none"),
         (str(tmp_path / "latin1.txt"), "auto", 0.0, "expected UTF-8, got byte 0xe9"),
-        (str(tmp_path / "one.txt"), "auto", 0.5, "at least 2 different documents"),
-        (str(tmp_path / "one.txt"), "auto", 1.0, "heldout_fraction"),
-        (str(tmp_path / "one.txt"), "csv", 0.0, "data.format"),
+        (str(tmp_path / "one.txt"), "auto", 0.5, "at least 2 different documents .* got 1;"),
+        (same, "auto", 0.5, "at least 2 different documents .* got 20 that are all the same"),
         (str(tmp_path / "one.txt"), "jsonl", 0.0, "expected one JSON object a line"),
         (str(tmp_path / "cube.npy"), "auto", 0.0, "expected a .npy array"),
+        (str(tmp_path / "more.npy"), "auto", 0.0, "array of 24 bytes, as .* says, got 5 more"),
         ("builtin:french", "auto", 0.0, "builtin:english"),
         ([], "auto", 0.0, "an empty list"),
     ]
     for path, format, fraction, message in cases:
-        with pytest.raises(Refusal, match=message):
+        with pytest.raises(UserError, match=message):
             read(path, tokenizer, format=format, heldout_fraction=fraction)
 
 
@@ -272,8 +329,51 @@ def test_weights_are_shares_of_the_tokens(tmp_path, tokenizer):
         np.array_equal(x.tokens, y.tokens) for x, y in zip(mixed.train, again.train, strict=True)
     )
     for weights in ((1.0, None), (0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0)):
-        with pytest.raises(Refusal, match="weight"):
+        with pytest.raises(UserError, match="weight"):
             read([Source(*pair) for pair in zip(sources, weights, strict=True)], tokenizer)
+
+
+def test_each_source_of_a_mixture_gives_its_own_held_out_documents(tmp_path, tokenizer):
+    """What is held out of a mixture is what each source alone holds out."""
+    halves = (PROSE[:30], PROSE[30:])
+    paths = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [{"text": text} for text in half])
+        for i, half in enumerate(halves)
+    ]
+    mixed = read([Source(path) for path in paths], tokenizer, heldout_fraction=0.2)
+    alone = [read(path, tokenizer, heldout_fraction=0.2) for path in paths]
+    held = [texts_of(corpus.heldout, tokenizer) for corpus in alone]
+    assert all(held) and texts_of(mixed.heldout, tokenizer) == held[0] | held[1]
+
+
+def test_a_held_out_part_without_targets_is_refused(tmp_path, tokenizer):
+    rows = [{"tokens": [5, 6, i], "targets": [0, 0, 1]} for i in range(30)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    held = {tuple(d.tokens) for d in read(path, tokenizer, heldout_fraction=0.1).heldout}
+    for row in rows:
+        row["targets"][2] = int(tuple(row["tokens"]) not in held)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(UserError, match="expected text to predict in the held-out part of"):
+        read(path, tokenizer, heldout_fraction=0.1)
+
+
+def test_no_more_is_tokenized_than_was_asked_for(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 9} for i in range(2000)])
+    whole = read(path, tokenizer, heldout_fraction=0.1)
+    lengths = np.cumsum([len(document.tokens) for document in whole.train])
+    some = read_documents(
+        path, tokenizer=tokenizer, heldout_fraction=0.1, max_tokens=(int(lengths[400]), 1)
+    )
+    assert 401 <= len(some.train) <= 401 + 250 and len(some.heldout) <= 250
+    for part, full in ((some.train, whole.train), (some.heldout, whole.heldout)):
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, full, strict=False))
+    left = len(whole.train + whole.heldout) - len(some.train + some.heldout)
+    assert some.counts.untokenized_documents == left > 0
+    assert f"{left:,} documents not read further" in str(some.counts)
+    weighted = read_documents(
+        [Source(path, 1.0)], tokenizer=tokenizer, heldout_fraction=0.1, max_tokens=(1, 1)
+    )
+    assert len(weighted.train) == len(whole.train)
 
 
 def test_fingerprint_changes_with_all_that_matters_and_with_nothing_else(
@@ -342,7 +442,7 @@ def test_a_trained_tokenizer_is_the_same_twice_and_loses_no_text(tmp_path, token
     text = "never seen: žluťoučký 😀\r\n\t\x00 文字"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(" a").tolist() != tokenizer.encode("a").tolist()
-    with pytest.raises(Refusal, match="at least 257"):
+    with pytest.raises(UserError, match="at least 257"):
         train_tokenizer(PROSE, 256, tmp_path)
 
 
@@ -351,9 +451,9 @@ def test_tokenizer_fingerprint_is_the_id_to_token_map(tmp_path, tokenizer, bos_t
     expected = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
     assert Tokenizer.load(tokenizer.folder).fingerprint == expected != bos_tokenizer.fingerprint
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(Refusal, match="expected a tokenizer"):
+    with pytest.raises(UserError, match="expected a tokenizer"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(Refusal, match="it is not there"):
+    with pytest.raises(UserError, match="it is not there"):
         Tokenizer.load(tmp_path / "none")
 
 
@@ -364,14 +464,14 @@ def test_eos_falls_back_to_config_json(tmp_path, tokenizer):
     loaded = Tokenizer.load(tmp_path)
     assert (loaded.eos_id, loaded.bos_id, loaded.adds_bos) == (7, None, False)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(Refusal, match="'</s>'"):
+    with pytest.raises(UserError, match="'</s>'"):
         Tokenizer.load(tmp_path)
 
 
 def test_hub_reads_a_data_set_or_names_the_pip_line(tmp_path, tokenizer, monkeypatch):
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in PROSE])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(Refusal, match=r"pip install 'jax-distill\[hub\]'"):
+    with pytest.raises(UserError, match=r"pip install 'jax-distill\[hub\]'"):
         read(str(tmp_path), tokenizer, format="hub")
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -383,5 +483,5 @@ def test_hub_reads_a_data_set_or_names_the_pip_line(tmp_path, tokenizer, monkeyp
     write_jsonl(tmp_path / "train.jsonl", [{"text": text} for text in PROSE[1:]])
     assert hub_fingerprint(str(tmp_path)) != before
     for path, message in ((f"{tmp_path}::valid", "valid"), ("no/such", "no/such")):
-        with pytest.raises(Refusal, match=message):
+        with pytest.raises(UserError, match=message):
             read(path, tokenizer, format="hub")

@@ -7,104 +7,77 @@ such a plan cannot show is time.
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA wants to know of a card.
+    """What XLA asks of a card, and what its data sheet promises."""
 
-    Attributes:
-        name: as the driver reports it.
-        capability: CUDA compute capability; `accelerated` where it has arch-specific features.
-        cores: streaming multiprocessors.
-        fpus_per_core: fp32 lanes of one.
-        threads_per_core: resident at most.
-        shared_per_core, shared_opt_in: bytes of shared memory, and the most one block can ask for.
-        l2_bytes: second-level cache.
-        clock_ghz: boost clock.
-        bandwidth: of the memory, bytes/s.
-        memory_bytes: as the driver reports it.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    accelerated: bool
-    cores: int
-    fpus_per_core: int
-    threads_per_core: int
-    shared_per_core: int
-    shared_opt_in: int
+    name: str  # as the driver reports it
+    capability: tuple[int, int]  # CUDA compute capability
+    accelerated: bool  # whether it has arch-specific features
+    fpus_per_core: int  # fp32 lanes of one streaming multiprocessor
+    threads_per_core: int  # resident at most
+    shared_per_core: int  # bytes of shared memory
+    shared_opt_in: int  # the most of it that one block can ask for
+    links: int  # NVLink to the other cards, bytes/s each way; PCIe where there is none
+    pcie: int  # to the host, bytes/s each way
+    cores: int  # streaming multiprocessors
     l2_bytes: int
-    clock_ghz: float
-    bandwidth: int
-    memory_bytes: int
+    clock_ghz: float  # boost
+    bandwidth: int  # of the memory, bytes/s
+    memory_bytes: int  # as the driver reports it
+    bf16_tflops: float  # dense matmuls with fp32 accumulation, TFLOP/s
 
 
-def _ampere(name: str, bandwidth: int, memory_bytes: int) -> Gpu:
-    shared = (167936, 166912)
-    return Gpu(name, (8, 0), False, 108, 64, 2048, *shared, 41943040, 1.41, bandwidth, memory_bytes)
+def _card(
+    name: str,
+    chip: Any,
+    cores: int,
+    l2_mib: float,
+    ghz: float,
+    gb_s: float,
+    memory: int,
+    tflops: float,
+) -> Gpu:
+    facts = (cores, int(l2_mib * 2**20), ghz, round(gb_s * 1e9), memory, tflops)
+    return Gpu(*(name, *chip, *facts))
 
 
-def _hopper(name: str, bandwidth: int, memory_bytes: int) -> Gpu:
-    shared = (233472, 232448)
-    return Gpu(name, (9, 0), True, 132, 128, 2048, *shared, 52428800, 1.98, bandwidth, memory_bytes)
-
-
-def _ada(name: str, cores: int, l2_bytes: int, bandwidth: int, memory_bytes: int) -> Gpu:
-    shared = (102400, 101376)
-    return Gpu(
-        name, (8, 9), False, cores, 128, 1536, *shared, l2_bytes, 2.52, bandwidth, memory_bytes
-    )
-
-
-GPUS: dict[str, Gpu] = {
-    "a100-40": _ampere("NVIDIA A100-SXM4-40GB", 1555200000000, 42331013120),
-    "a100-80": _ampere("NVIDIA A100-SXM4-80GB", 2039040000000, 85100068864),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", 3352320000000, 84942979072),
-    "h200": _hopper("NVIDIA H200", 4800000000000, 151397597184),
-    "b200": Gpu(
-        "NVIDIA B200",
-        (10, 0),
-        True,
-        148,
-        128,
-        2048,
-        233472,
-        232448,
-        132644864,
-        1.965,
-        7672320000000,
-        191514411008,
+_PCIE_4, _PCIE_5 = 32 * 10**9, 64 * 10**9  # 16 lanes
+# capability … pcie of a Gpu
+_AMPERE = ((8, 0), False, 64, 2048, 167936, 166912, 300 * 10**9, _PCIE_4)
+_ADA = ((8, 9), False, 128, 1536, 102400, 101376, _PCIE_4, _PCIE_4)
+_HOPPER = ((9, 0), True, 128, 2048, 233472, 232448, 450 * 10**9, _PCIE_5)
+_B200 = ((10, 0), True, 128, 2048, 233472, 232448, 900 * 10**9, _PCIE_5)
+_RTX_PRO = ((12, 0), False, 128, 1536, 131072, 101376, _PCIE_5, _PCIE_5)
+GPUS = {
+    "a100-40": _card("NVIDIA A100-SXM4-40GB", _AMPERE, 108, 40, 1.41, 1555.2, 42331013120, 312.0),
+    "a100-80": _card("NVIDIA A100-SXM4-80GB", _AMPERE, 108, 40, 1.41, 2039.04, 85100068864, 312.0),
+    "h100": _card("NVIDIA H100 80GB HBM3", _HOPPER, 132, 50, 1.98, 3352.32, 84942979072, 989.4),
+    "h200": _card("NVIDIA H200", _HOPPER, 132, 50, 1.98, 4800, 151397597184, 989.4),
+    "b200": _card("NVIDIA B200", _B200, 148, 126.5, 1.965, 7672.32, 191514411008, 2250.0),
+    "rtx4090": _card("NVIDIA GeForce RTX 4090", _ADA, 128, 72, 2.52, 1008.096, 25386352640, 165.2),
+    "rtx6000pro": _card(
+        "NVIDIA RTX PRO 6000 Blackwell", _RTX_PRO, 188, 128, 2.6, 1792, 102641958912, 503.8
     ),
-    "rtx4090": _ada("NVIDIA GeForce RTX 4090", 128, 75497472, 1008096000000, 25386352640),
-    "rtx6000pro": Gpu(
-        "NVIDIA RTX PRO 6000 Blackwell",
-        (12, 0),
-        False,
-        188,
-        128,
-        1536,
-        131072,
-        101376,
-        134217728,
-        2.6,
-        1792000000000,
-        102641958912,
-    ),
-    "l40s": _ada("NVIDIA L40S", 142, 100663296, 864000000000, 47670000000),
+    "l40s": _card("NVIDIA L40S", _ADA, 142, 96, 2.52, 864, 47670000000, 362.0),
 }
 
 NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
 """Autotuning runs kernels, and there is no GPU to run them on."""
 
+CPUS_FLAG = "xla_force_host_platform_device_count"
 GIB = 2**30
 
 
@@ -127,10 +100,10 @@ def find_gpu(key: str) -> Gpu:
     """The card called `key` in GPUS.
 
     Raises:
-        Refusal: no such card.
+        UserError: no such card.
     """
     if key not in GPUS:
-        raise Refusal(f"expected a device of {', '.join(GPUS)}, got {key!r}; choose one of them")
+        raise UserError(f"expected a device of {', '.join(GPUS)}, got {key!r}; choose one of them")
     return GPUS[key]
 
 
@@ -173,6 +146,27 @@ device_description_str: "{gpu.name}"
 """
 
 
+def local_devices(count: int, platform: str | None = None) -> list[Any]:
+    """The first `count` devices that are here. A CPU becomes as many as are asked for, unless JAX
+    has looked for devices already or XLA_FLAGS says how many.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    in_flags = CPUS_FLAG in os.environ.get("XLA_FLAGS", "")
+    if count > 1 and not in_flags:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has looked: what it found is all there is
+            pass
+    found = jax.local_devices(backend=platform)
+    if len(found) >= count:
+        return found[:count]
+    kind = "CPU devices" if found[0].platform == "cpu" else "GPUs"
+    cure = f"raise {CPUS_FLAG} in XLA_FLAGS, or remove it" if in_flags else "lower --devices"
+    raise UserError(f"expected {count} {kind} here, got {len(found)}; {cure}")
+
+
 def planned_devices(gpu: Gpu, count: int = 1) -> list[Any]:
     """`count` devices of one host that are not there, to shard shapes over.
 
@@ -180,7 +174,7 @@ def planned_devices(gpu: Gpu, count: int = 1) -> list[Any]:
     process that plans runs on the CPU and leaves an attached GPU alone.
 
     Raises:
-        Refusal: jax's CUDA plugin is missing or of another version.
+        UserError: jax's CUDA plugin is missing or of another version.
     """
     jax.config.update("jax_platforms", "cpu")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # no driver, no cuDNN: only the compiler
@@ -193,11 +187,34 @@ def planned_devices(gpu: Gpu, count: int = 1) -> list[Any]:
         )
     except NotImplementedError as error:
         version = importlib.metadata.version("jax")
-        raise Refusal(
+        raise UserError(
             f"expected jax's CUDA plugin {version} to plan for {gpu.name}, got none; "
-            "do pip install 'jax_distill[plan]'"
+            "run pip install 'jax_distill[plan]'"
         ) from error
     return list(topology.devices)
+
+
+_planned: ContextVar[Any] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def tracing_for(device: Any) -> Iterator[None]:
+    """What is traced inside is for `device`, which need not be here."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether this is inside `tracing_for`."""
+    return _planned.get() is not None
+
+
+def traced_device() -> Any:
+    """The device that a function is traced for: `tracing_for`'s, or the first one here."""
+    return _planned.get() or jax.local_devices()[0]
 
 
 def compile_ahead(
@@ -221,11 +238,6 @@ def compile_ahead(
     )
 
 
-def compile_for_gpu(jitted: Any, *shapes: Any) -> Any:
-    """A jitted function compiled for the planned devices that its shapes are sharded over."""
-    return compile_ahead(jitted, *shapes, planned=True)
-
-
 def memory_of(compiled: Any) -> Memory:
     """What a compiled program (planned or real) takes of one device."""
     stats = compiled.memory_analysis()
@@ -237,21 +249,8 @@ def memory_of(compiled: Any) -> Memory:
     )
 
 
-# Dense bf16 products with fp32 accumulation, TFLOP/s, from the makers' data sheets.
-BF16_TFLOPS = {
-    "a100-40": 312.0,
-    "a100-80": 312.0,
-    "h100": 989.4,
-    "h200": 989.4,
-    "b200": 2250.0,
-    "rtx4090": 165.2,
-    "rtx6000pro": 503.8,
-    "l40s": 362.0,
-}
-
-
-# What the driver adds to a name without a change of speed.
 EDITIONS = (" Workstation Edition", " Server Edition")
+"""What the driver adds to a name without a change of speed."""
 
 
 def peak_bf16_flops(device_kind: str) -> float | None:
@@ -261,7 +260,5 @@ def peak_bf16_flops(device_kind: str) -> float | None:
     """
     for edition in EDITIONS:
         device_kind = device_kind.removesuffix(edition)
-    for key, gpu in GPUS.items():
-        if device_kind == gpu.name:
-            return BF16_TFLOPS[key] * 1e12
-    return None
+    known = {gpu.name: gpu.bf16_tflops * 1e12 for gpu in GPUS.values()}
+    return known.get(device_kind)

@@ -1,10 +1,6 @@
-"""What a student is worth on held-out text, and the gate that a store must pass before training.
+"""What a student is worth on held-out text: see `cache.heldout` for which rows."""
 
-The held-out store's first half (`validation_rows`) is looked at while training and for choices
-(best checkpoint, learning rates); the second half (`table_rows`) only by the final table.
-"""
-
-import math
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,319 +13,247 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jax_distill import hf
-from jax_distill.cache import Store, teacher_fingerprint, vocabulary_conflict
-from jax_distill.config import (
-    CommandLine,
-    Failure,
-    Refusal,
-    above_zero,
-    check_new_file,
-    find_path,
-    run_command,
+from jax_distill.base.command import CommandLine, above_zero, run_command
+from jax_distill.base.console import console, progress, say
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.base.files import check_new_file, find_path, write_json
+from jax_distill.batch import Batch
+from jax_distill.cache import (
+    CALIBRATION_BINS,
+    Cache,
+    check_targets,
+    table_of,
+    table_rows,
+    teacher_fingerprint,
+    validation_rows,
+    vocabulary_conflict,
 )
 from jax_distill.data import Tokenizer, vocabulary_of
-from jax_distill.losses import dense
+from jax_distill.losses import Head, full_token_values
 from jax_distill.model import Decoder
-from jax_distill.run import console, say, write_json
-from jax_distill.sharding import place_batch
+from jax_distill.model_folder import model_name
+from jax_distill.objective import Execution
+from jax_distill.sharding import row_shards, shard_batch
 
 
-def validation_rows(store: Store) -> np.ndarray:
-    """The rows of a held-out store that choices are made on: its first half."""
-    return np.arange(store.rows // 2)
-
-
-def table_rows(store: Store) -> np.ndarray:
-    """The rows of a held-out store that only the final table reads: its second half."""
-    return np.arange(store.rows // 2, store.rows)
-
-
-def padded_batches(
-    store: Store, rows: np.ndarray, batch_size: int, **read: Any
-) -> Iterator[dict[str, np.ndarray]]:
-    """The rows in batches of one shape; what the last lacks is repeated with a mask of 0."""
+def padded_batches(cache: Cache, rows: np.ndarray, batch_size: int, **read: Any) -> Iterator[Batch]:
+    """The rows in batches of one shape; what the last lacks is repeated as padding, that routers do
+    not count either."""
     for first in range(0, len(rows), batch_size):
         chosen = rows[first : first + batch_size]
-        batch = store.read(np.resize(chosen, batch_size), **read)
-        batch["mask"] = batch["mask"] & (np.arange(batch_size) < len(chosen))[:, None]
-        yield batch
+        batch = cache.read(np.resize(chosen, batch_size), **read)
+        real = (np.arange(batch_size) < len(chosen))[:, None]
+        segment_ids = np.where(real, batch.segment_ids, 0)
+        yield dataclasses.replace(batch, mask=batch.mask & real, segment_ids=segment_ids)
 
 
-@partial(jax.jit, static_argnames=("vocab_size", "chunk_size"))
+def miscalibration(confidence: jax.Array, correct: jax.Array, mask: jax.Array) -> jax.Array:
+    """fp32 [CALIBRATION_BINS]: of the valid tokens of [B,T], in each bin of the confidence, the sum
+    of (confidence − correct)."""
+    which = jnp.minimum((confidence * CALIBRATION_BINS).astype(jnp.int32), CALIBRATION_BINS - 1)
+    off = jnp.where(mask, confidence - correct, 0.0)
+    in_bin = jax.nn.one_hot(which, CALIBRATION_BINS, dtype=jnp.float32)
+    return jnp.sum(in_bin * off[..., None], axis=(0, 1))
+
+
+@partial(jax.jit, static_argnames=("vocab_size", "execution"))
 def compare(
     teacher: Decoder,
     students: Mapping[str, Decoder],
-    batch: Mapping[str, jax.Array],
+    batch: Batch,
     *,
     vocab_size: int,
-    chunk_size: int,
+    execution: Execution,
 ) -> dict[str, dict[str, jax.Array]]:
     """Sums over the valid tokens of [B,T], per model: KL(teacher ‖ model) over the whole
-    vocabulary, cross-entropy against the data (both nats), top-1 agreement with the teacher.
+    vocabulary, cross-entropy against the data (both nats), top-1 agreement with the teacher,
+    `miscalibration`; and `finite` [B]: whether every valid position's logits are finite.
 
-    Both heads are projected chunk by chunk of positions; logits are fp32. The teacher is among
-    the models: its KL is 0, its cross-entropy is the bar.
+    The teacher is among the models: its KL is 0, its cross-entropy is the bar.
     """
-    models = {"teacher": teacher, **students}
-    place = (batch["tokens"], batch["segment_ids"], batch["positions"])
-    hidden = {name: model.hidden_states(*place) for name, model in models.items()}
-    heads = {name: model.lm_head_weight()[:vocab_size] for name, model in models.items()}
-    length = batch["tokens"].shape[1]
-    chunk = min(chunk_size, length)
-    pad = -length % chunk
 
-    def chunks(x: jax.Array) -> jax.Array:
-        """[B,T,…] → [T/C,B,C,…], padded with zeros."""
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+    def hidden_and_head(model: Decoder) -> tuple[jax.Array, Head]:
+        hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
+        return hidden, Head(model.lm_head_weight(), vocab_size=vocab_size)
 
-    def one(total: Any, xs: Any) -> tuple[Any, None]:
-        hidden, labels, mask = xs
-        logprobs = {
-            name: jax.nn.log_softmax(
-                jnp.einsum(
-                    "BTD,VD->BTV",
-                    hidden[name],
-                    heads[name].astype(hidden[name].dtype),
-                    preferred_element_type=jnp.float32,
-                )
-            )
-            for name in models
+    values = full_token_values(
+        *hidden_and_head(teacher),
+        {name: hidden_and_head(model) for name, model in students.items()},
+        batch.labels,
+        batch.mask,
+        execution=execution,
+    )
+    # A logit that is not finite makes the cross-entropy NaN, or, where it is −inf, the KL.
+    any_student = next(iter(values.values()))
+    bar = any_student.teacher_cross_entropy
+    teacher_finite = jnp.isfinite(bar)
+    tokens = jnp.sum(batch.mask).astype(jnp.float32)
+    table = {
+        "teacher": {
+            "kl": jnp.float32(0),
+            "cross_entropy": jnp.sum(bar),
+            "top1_agreement": tokens,
+            "miscalibration": miscalibration(
+                any_student.teacher_confidence, any_student.teacher_correct, batch.mask
+            ),
+            "finite": jnp.all(teacher_finite, axis=1),
+        },
+    }
+    for name, found in values.items():
+        finite = jnp.isfinite(found.kl) & jnp.isfinite(found.cross_entropy)
+        table[name] = {
+            "kl": jnp.sum(found.kl),
+            "cross_entropy": jnp.sum(found.cross_entropy),
+            "top1_agreement": jnp.sum(found.top1_agreement),
+            "miscalibration": miscalibration(found.confidence, found.correct, batch.mask),
+            "finite": jnp.all(finite | ~teacher_finite, axis=1),
         }
-        goal = logprobs["teacher"]
-        sums = {}
-        for name, got in logprobs.items():
-            kl = jnp.sum(jnp.exp(goal) * (goal - got), axis=-1)
-            label = jnp.take_along_axis(got, labels[:, :, None], axis=-1)[:, :, 0]
-            agree = jnp.argmax(goal, axis=-1) == jnp.argmax(got, axis=-1)
-            sums[name] = {
-                "kl": jnp.sum(jnp.where(mask, kl, 0.0)),
-                "cross_entropy": -jnp.sum(jnp.where(mask, label, 0.0)),
-                "top1_agreement": jnp.sum(mask & agree).astype(jnp.float32),
-            }
-        return jax.tree.map(jnp.add, total, sums), None
-
-    zero = jnp.float32(0)
-    names = ("kl", "cross_entropy", "top1_agreement")
-    start = {name: dict.fromkeys(names, zero) for name in models}
-    xs = ({k: chunks(v) for k, v in hidden.items()}, chunks(batch["labels"]), chunks(batch["mask"]))
-    return jax.lax.scan(one, start, xs)[0]
+    return table
 
 
-def check_columns(columns: int, name: str, store: Store) -> None:
-    """Refuse a head that lacks some of the store's ids: over all of them its KL is infinite."""
-    if columns < store.manifest.vocab_size:
-        raise Refusal(
-            f"expected {store.manifest.vocab_size} columns in the head of {name}, the ids of "
-            f"the store at {store.path}, got {columns}; use models with the tokenizer of the store"
-        )
-
-
-def check_targets(store: Store, rows: np.ndarray) -> None:
-    """Refuse rows for a table that hold nothing to predict."""
-    if not len(rows) or not store.read(rows, targets=False)["mask"].any():
-        raise Refusal(
-            "expected held-out text for the table, got no valid token; raise data.heldout_fraction"
+def check_columns(columns: int, name: str, cache: Cache) -> None:
+    """Refuse a head that lacks some of the cache's ids: over all of them its KL is infinite."""
+    if columns < cache.manifest.vocab_size:
+        raise UserError(
+            f"expected {cache.manifest.vocab_size} columns in the head of {name}, the ids of "
+            f"the cache at {cache.path}, got {columns}; use models with the tokenizer of the cache"
         )
 
 
 def shared(rows: int, mesh: Mesh | None) -> int:
     """`rows`, or the next number that the devices can share."""
-    return rows if mesh is None else -(-rows // mesh.size) * mesh.size
+    return rows if mesh is None else -(-rows // row_shards(mesh)) * row_shards(mesh)
 
 
-def placed(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, Any]:
+def placed(batch: Batch, mesh: Mesh | None) -> Batch:
     """The batch, split over the mesh if there is one."""
-    return dict(batch) if mesh is None else place_batch(mesh, batch)
+    return batch if mesh is None else shard_batch(mesh, batch)
 
 
-def heldout_table(
+def test_table(
     teacher: Decoder,
     students: Mapping[str, Decoder],
-    store: Store,
+    cache: Cache,
     rows: np.ndarray,
     *,
     batch_size: int,
     chunk_size: int,
     mesh: Mesh | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement.
+    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement; and
+    the calibration_error (`cache.table_of`).
 
-    mesh: where the models lie; the rows are split over it, so many at a time that its devices get
-    equal parts.
+    students: one at least. mesh: where the models lie; the rows are split over it, so many at a
+    time that its devices get equal parts.
 
     Raises:
-        Refusal: the rows hold no valid token; a head has fewer columns than the store ids.
+        UserError: the rows hold no valid token; a head has fewer columns than the cache ids.
+        RunError: a model has logits that are not finite; it and the rows are named.
     """
-    check_targets(store, rows)
+    check_targets(cache, rows)
     for name, model in {"teacher": teacher, **students}.items():
-        check_columns(model.config.vocab_size, name, store)
+        check_columns(model.config.vocab_size, name, cache)
+    shards = 1 if mesh is None else row_shards(mesh)
+    execution = Execution(chunk_size=chunk_size, row_shards=shards)
     total: Any = None
     tokens = 0
-    for batch in padded_batches(store, rows, shared(batch_size, mesh), targets=False):
-        tokens += int(batch["mask"].sum())
-        wanted = ("tokens", "labels", "segment_ids", "positions", "mask")
-        sums = compare(
+    size = shared(batch_size, mesh)
+    batches = padded_batches(cache, rows, size, targets=False)
+    shown = progress(batches, "test table", total=-(-len(rows) // size))
+    for number, batch in enumerate(shown):
+        chosen = rows[number * size :][:size]
+        tokens += int(batch.mask.sum())
+        on_device = compare(
             teacher,
             dict(students),
-            placed({key: batch[key] for key in wanted}, mesh),
-            vocab_size=store.manifest.vocab_size,
-            chunk_size=chunk_size,
+            placed(batch, mesh),
+            vocab_size=cache.manifest.vocab_size,
+            execution=execution,
         )
-        sums = jax.tree.map(float, jax.device_get(sums))
+        sums = jax.device_get(on_device)
+        for name in ("teacher", *students):
+            _check_finite(sums[name].pop("finite")[: len(chosen)], name, cache, chosen)
+        sums = jax.tree.map(np.float64, sums)
         total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
-    # jit sorts the keys of a dictionary; the order given is the order people read.
-    means = jax.tree.map(lambda value: value / tokens, total)
-    table = {name: means[name] for name in ("teacher", *students)}
-    for row in table.values():
-        row["perplexity"] = math.exp(min(row["cross_entropy"], 700.0))
-    return table
+    # JAX sorts the keys of a dictionary; the order given is the order people read.
+    in_order = {
+        name: jax.tree.map(lambda x: x.tolist(), total[name]) for name in ("teacher", *students)
+    }
+    return table_of(in_order, tokens)
+
+
+def _check_finite(finite: np.ndarray, name: str, cache: Cache, rows: np.ndarray) -> None:
+    """finite: bool [n], of `rows` [n]."""
+    bad = rows[~finite]
+    if len(bad):
+        shown = ", ".join(map(str, bad[:8])) + (" …" if len(bad) > 8 else "")
+        raise RunError(
+            f"expected finite logits of {model_name(name)}, got NaN or infinity in rows "
+            f"{shown} of {cache.path}; look at its weights, or compute in float32"
+        )
 
 
 def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
-    """The held-out table as people read it."""
-    shown = Table(title="held-out text")
+    """The table as people read it."""
+    shown = Table(title="test table: KL over the whole vocabulary, temperature 1")
     shown.add_column("model")
-    heads = ("KL to teacher", "cross-entropy", "perplexity", "top-1 agreement")
-    for head in heads:
+    # In two lines each: 80 characters hold the table.
+    heads = "KL to/teacher", "cross-/entropy", "perplexity", "top-1/agreement", "calibration/error"
+    for head in (words.replace("/", "\n") for words in heads):
         shown.add_column(head, justify="right")
     for name, row in table.items():
         shown.add_row(
-            name.replace("_", " "),
+            model_name(name),
             f"{row['kl']:.4f}",
             f"{row['cross_entropy']:.4f}",
             f"{row['perplexity']:.2f}",
             f"{row['top1_agreement']:.3f}",
+            f"{row['calibration_error']:.4f}",
         )
     console.print(shown)
 
 
-@partial(jax.jit, static_argnames=("temperature", "vocab_size"))
-def _kl_at_positions(
-    model: Decoder, batch: Mapping[str, jax.Array], *, temperature: float, vocab_size: int
-) -> jax.Array:
-    """Bucket KL between the stored targets and the model, per row and position: [B,T], 0 masked."""
-    place = (batch["tokens"], batch["segment_ids"], batch["positions"])
-    hidden = model.hidden_states(*place)
-    head = model.lm_head_weight().astype(hidden.dtype)
-
-    def position(hidden: jax.Array, targets: Mapping[str, jax.Array]) -> jax.Array:
-        cell = {key: value[None, None] for key, value in targets.items()}
-        sums = dense(
-            hidden[None, None],
-            head,
-            cell["labels"],
-            cell["mask"],
-            cell["teacher_indices"],
-            cell["teacher_logprobs"],
-            cell["teacher_log_tail"],
-            cell["teacher_count"],
-            vocab_size=vocab_size,
-            temperature=temperature,
-        )
-        return sums.kl
-
-    names = ("labels", "mask", "teacher_indices", "teacher_logprobs", "teacher_log_tail")
-    targets = {key: batch[key] for key in (*names, "teacher_count")}
-    per_row = partial(jax.lax.map, lambda xs: position(*xs), batch_size=64)
-    return jax.lax.map(per_row, (hidden, targets))
-
-
-def _first_rows_with_targets(store: Store, rows: int) -> np.ndarray:
-    """Chat data may begin with rows whose every target was cut away."""
-    for first in range(0, store.rows, rows):
-        chosen = np.arange(first, min(first + rows, store.rows))
-        if store.read(chosen, targets=False)["mask"].any():
-            return chosen
-    raise Failure(
-        f"gate: expected a row with something to predict in {store.path}, got none; "
-        "look at the loss mask of the data"
-    )
-
-
-def identity_gate(
-    teacher: Decoder,
-    store: Store,
-    *,
-    rows: int,
-    temperature: float,
-    tolerance: float,
-    mesh: Mesh | None = None,
-) -> str:
-    """The teacher as its own student on the first rows of the store that have targets: KL ≈ 0 at
-    every position, and large when shifted by one. Returns the line that says so.
-
-    mesh: where the teacher lies; the rows are split over it.
-
-    Raises:
-        Failure: the store is not this teacher's, or is misaligned; names the worst position.
-    """
-    chosen = _first_rows_with_targets(store, rows)
-    chosen = np.resize(chosen, shared(len(chosen), mesh))
-    batch = store.read(chosen, temperature=temperature)
-    knobs = dict(temperature=temperature, vocab_size=store.manifest.vocab_size)
-    kl = np.asarray(_kl_at_positions(teacher, placed(batch, mesh), **knobs))
-    shifted = dict(batch)
-    for key in ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count"):
-        shifted[key] = np.roll(batch[key], 1, axis=1)
-    shifted_kl = np.asarray(_kl_at_positions(teacher, placed(shifted, mesh), **knobs))
-    valid = batch["mask"]
-    worst = np.unravel_index(np.argmax(np.where(valid, kl, -1.0)), kl.shape)
-    mean, wrong = float(kl[valid].mean()), float(shifted_kl[valid].mean())
-    if not (kl[worst] <= tolerance and wrong > 10 * max(mean, tolerance)):
-        raise Failure(
-            f"gate: expected the teacher to match its own store (KL ≤ {tolerance:g} at every "
-            f"position, large when shifted by one), got {kl[worst]:.3g} at row {chosen[worst[0]]}, "
-            f"position {worst[1]}, mean {mean:.3g}, shifted {wrong:.3g}; "
-            "delete the store and let the teacher write it again"
-        )
-    return (
-        f"gate: teacher as its own student: KL {mean:.2g} (worst position {kl[worst]:.2g}), "
-        f"shifted by one {wrong:.2f}"
-    )
-
-
-def check_teacher(store: Store, path: str) -> None:
-    """The store's own teacher passes, and says nothing. Another one may be asked, and is named, if
+def check_teacher(cache: Cache, path: str) -> None:
+    """The cache's own teacher passes, and says nothing. Another one may be asked, and is named, if
     its tokenizer is the one that the rows were made with.
 
     Raises:
-        Refusal: it is not.
+        UserError: it is not.
     """
     named = Path(find_path(path)).expanduser()
-    folder = hf.local_folder(named)
-    stored = store.manifest
+    folder = hf.local_folder(named, key="--teacher")
+    stored = cache.manifest
     is_gguf = named.suffix == ".gguf" and named.is_file()
     found = teacher_fingerprint(named if is_gguf else folder)
-    is_the_stores = found == stored.teacher_fingerprint
+    is_the_caches = found == stored.teacher_fingerprint
     if stored.tokenizer_fingerprint and (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(folder)
-        # The store's teacher may have more tokens than data.tokenizer, but no other ones.
+        # The cache's teacher may have more tokens than data.tokenizer, but no other ones.
         right = tokenizer.fingerprint == stored.tokenizer_fingerprint or (
-            is_the_stores and not vocabulary_conflict(stored.vocabulary, tokenizer.vocab)
+            is_the_caches and not vocabulary_conflict(stored.vocabulary, tokenizer.vocab)
         )
         if not right:
-            raise Refusal(
-                f"expected a teacher with the tokenizer of the store at {store.path} "
+            raise UserError(
+                f"expected a teacher with the tokenizer of the cache at {cache.path} "
                 f"({stored.vocab_size} ids), got {path} with another one ({tokenizer.length} ids); "
-                "name the store's teacher, or write a store with this one"
+                "name the cache's teacher, or write a cache with this one"
             )
-    if stored.teacher_fingerprint and not is_the_stores:
-        say(f"{path} is not the teacher that the store was made with, by its fingerprint")
+    if stored.teacher_fingerprint and not is_the_caches:
+        say(f"{path} is not the teacher that the cache was made with, by its fingerprint")
 
 
-def check_student(store: Store, path: str) -> None:
-    """Refuse a student whose tokenizer gives the store's ids to other tokens, or whose embedding
+def check_student(cache: Cache, path: str) -> None:
+    """Refuse a student whose tokenizer gives the cache's ids to other tokens, or whose embedding
     lacks some of them."""
-    folder = hf.local_folder(find_path(path))
+    folder = hf.local_folder(find_path(path), key="--student")
     columns = hf.model_config(hf.read_config(folder)).vocab_size
-    store.student_length(columns, vocabulary_of(folder), path)
+    cache.student_length(columns, vocabulary_of(folder), path)
 
 
 def main(argv: Sequence[str]) -> None:
     """`python -m jax_distill.evaluate STORE --teacher DIR --student DIR [--student DIR …]`"""
     parser = CommandLine("jax_distill.evaluate")
-    parser.add_argument("store", help="a held-out store, e.g. cache/heldout")
+    parser.add_argument("cache", help="a held-out cache, e.g. cache/heldout")
     parser.add_argument("--teacher", required=True, help="HF folder, GGUF file or hub id")
     parser.add_argument("--student", required=True, action="append", help="HF folder; repeatable")
     parser.add_argument("--rows", choices=("all", "validation", "table"), default="table")
@@ -340,13 +264,13 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
-    store = Store.open(options.store)
-    store.require_complete()
-    check_teacher(store, options.teacher)
+    cache = Cache.open(options.cache)
+    cache.require_complete()
+    check_teacher(cache, options.teacher)
     for path in options.student:
-        check_student(store, path)
+        check_student(cache, path)
     chosen = {"validation": validation_rows, "table": table_rows}.get(options.rows)
-    rows = chosen(store) if chosen else np.arange(store.rows)
+    rows = chosen(cache) if chosen else np.arange(cache.rows)
 
     def load(path: str) -> Decoder:
         folder = hf.local_folder(find_path(path))
@@ -356,10 +280,10 @@ def main(argv: Sequence[str]) -> None:
     if len({"teacher", *names}) <= len(names):  # two alike, or one like the teacher's line
         names = [f"student {path}" for path in options.student]
     students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
-    table = heldout_table(
+    table = test_table(
         load(options.teacher),
         students,
-        store,
+        cache,
         rows,
         batch_size=options.batch_size,
         chunk_size=options.chunk_size,

@@ -1,14 +1,18 @@
 """GGUF files made here from known tensors → Hugging Face folders. No torch, extra gguf."""
 
+import contextlib
 import json
+import struct
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from jax_distill import hf
-from jax_distill.config import Refusal
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.data.gguf import open_gguf
 from jax_distill.hf.gguf import LAYER_NAMES, NAMES
 
 gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
@@ -50,7 +54,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return out.reshape(weight.shape)
 
 
-def write_gguf(path, *, tensors=None, quantise=None, pre="smollm", bos=False, change=None):
+def write_gguf(path, *, tensors=None, quantize=None, pre="smollm", bos=False, change=None):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -77,8 +81,8 @@ def write_gguf(path, *, tensors=None, quantise=None, pre="smollm", bos=False, ch
             tensor = permuted(tensor, HEADS)
         if name.endswith("attn_k.weight"):
             tensor = permuted(tensor, KV_HEADS)
-        if quantise and tensor.ndim == 2:
-            writer.add_tensor(name, gguf.quantize(tensor, quantise), raw_dtype=quantise)
+        if quantize and tensor.ndim == 2:
+            writer.add_tensor(name, gguf.quantize(tensor, quantize), raw_dtype=quantize)
         else:
             writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -118,10 +122,10 @@ def test_an_output_tensor_makes_an_untied_model(tmp_path):
     assert np.array_equal(model.lm_head_weight(), tensors["output.weight"])
 
 
-def test_quantised_blocks_become_the_values_they_stand_for(tmp_path):
+def test_quantized_blocks_become_the_values_they_stand_for(tmp_path):
     kind = gguf.GGMLQuantizationType.Q8_0
     tensors = known_tensors()
-    folder = hf.local_folder(write_gguf(tmp_path / "a.gguf", tensors=tensors, quantise=kind))
+    folder = hf.local_folder(write_gguf(tmp_path / "a.gguf", tensors=tensors, quantize=kind))
     embedding = np.asarray(hf.load_model(folder).embed_tokens.weight[...])
     blocks = gguf.quantize(tensors["token_embd.weight"], kind)
     assert np.array_equal(embedding, gguf.dequantize(blocks, kind))
@@ -179,34 +183,209 @@ def test_converted_once_by_content_and_whole_or_not_at_all(tmp_path, cache, monk
     changed = write_gguf(tmp_path / "a.gguf", tensors=tensors)
     broken = "jax_distill.hf.gguf.write_tokenizer"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(broken, lambda *args, **knobs: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(broken, lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
         hf.local_folder(changed)
-    assert [place.name for place in (cache / "jax_distill" / "gguf").iterdir()] == [first.name]
+    names = sorted(path.name for path in (cache / "jax_distill" / "gguf").iterdir())
+    assert names == [first.name, f"{first.name}.sha256.json"]
     assert hf.local_folder(changed) != first
+
+
+@pytest.mark.parametrize("what", ["weights", "a missing file", "the record", "no record"])
+def test_a_converted_folder_that_changed_since_is_converted_again(tmp_path, what, capsys):
+    path = write_gguf(tmp_path / "a.gguf")
+    folder = hf.local_folder(path)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    record = folder.with_name(f"{folder.name}.sha256.json")
+    damaged = folder / "model.safetensors"
+    if what == "weights":
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(data)
+    elif what == "a missing file":
+        (folder / "generation_config.json").unlink()
+    elif what == "the record":
+        record.write_text("[]")
+        damaged.touch()
+    else:
+        record.unlink()
+        damaged.touch()
+    assert hf.local_folder(path) == folder
+    assert "again" in capsys.readouterr().out
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    assert hf.local_folder(path) == folder
+    assert "again" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_carried_over_is_refused_by_name(tmp_path):
     def scaled(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
 
-    with pytest.raises(Refusal, match=r"rope\.scaling\.type"):
+    with pytest.raises(UserError, match=r"rope\.scaling\.type"):
         hf.local_folder(write_gguf(tmp_path / "a.gguf", change=scaled))
-    with pytest.raises(Refusal, match="llama-bpe"):
+    with pytest.raises(UserError, match="llama-bpe"):
         hf.local_folder(write_gguf(tmp_path / "b.gguf", pre="llama-bpe"))
     more = known_tensors() | {"rope_freqs.weight": np.ones(8, np.float32)}
-    with pytest.raises(Refusal, match=r"rope_freqs\.weight"):
+    with pytest.raises(UserError, match=r"rope_freqs\.weight"):
         hf.local_folder(write_gguf(tmp_path / "c.gguf", tensors=more))
     less = known_tensors()
     del less["blk.1.ffn_up.weight"]
-    with pytest.raises(Refusal, match=r"layers\.1\.mlp\.up_proj"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
         hf.local_folder(write_gguf(tmp_path / "d.gguf", tensors=less))
     (tmp_path / "e.gguf").write_bytes(b"not a model" * 100)
-    with pytest.raises(Refusal, match=r"e\.gguf"):
+    with pytest.raises(UserError, match=r"e\.gguf"):
         hf.local_folder(tmp_path / "e.gguf")
 
 
 def test_without_the_extra_it_says_what_to_install(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "a.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(Refusal, match=r"jax-distill\[gguf\]"):
+    with pytest.raises(UserError, match=r"jax-distill\[gguf\]"):
         hf.local_folder(path)
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+def refusal(path) -> str:
+    with pytest.raises(UserError) as refused:
+        hf.local_folder(path)
+    line = str(refused.value)
+    assert "\n" not in line and len(line) < 500, line
+    return line
+
+
+def header(*, tensors=0, entries=(), infos=b"", version=3) -> bytes:
+    """The front of a file: entries of (key, type, value's bytes)."""
+    text = lambda words: struct.pack("<Q", len(words)) + words  # noqa: E731
+    parts = [b"GGUF", struct.pack("<IQQ", version, tensors, len(entries))]
+    parts += [text(key) + struct.pack("<I", kind) + value for key, kind, value in entries]
+    return b"".join(parts) + infos
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + content
+
+
+HUGE = 2**62
+DAMAGED = {
+    "nothing": b"",
+    "half a header": header()[:9],
+    "another version": header(version=1),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "tensors without end": header(tensors=HUGE),
+    "keys without end": header()[:16] + struct.pack("<Q", HUGE),
+    "a key of any length": header(entries=[(b"a", 4, b"1234")]).replace(
+        struct.pack("<Q", 1) + b"a", struct.pack("<Q", HUGE) + b"a"
+    ),
+    "text of any length": header(entries=[(b"a", 8, struct.pack("<Q", HUGE))]),
+    "an array of any length": header(entries=[(b"a", 9, array(4, HUGE))]),
+    "texts of any number": header(entries=[(b"a", 9, array(8, HUGE))]),
+    "texts beyond the end": header(entries=[(b"a", 9, array(8, 2**24))]),
+    "numbers beyond the end": header(entries=[(b"a", 9, array(12, 2**24))]),
+    "bools of any number": header(entries=[(b"a", 9, array(7, HUGE))]),
+    "an array of arrays": header(entries=[(b"a", 9, array(9, 1, array(9, 1, array(4, 0))))]),
+    "an unknown type": header(entries=[(b"a", 13, b"1234")]),
+    "a bool of 2": header(entries=[(b"a", 7, b"\2")]),
+    "a key twice": header(entries=[(b"a", 0, b"\1"), (b"a", 0, b"\2")]),
+    "a key that is no text": header(entries=[(b"\xff", 0, b"\1")]),
+    "an alignment of 0": header(entries=[(b"general.alignment", 4, bytes(4))]),
+    "an alignment of 3": header(entries=[(b"general.alignment", 4, struct.pack("<I", 3))]),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_header_is_one_line_before_anything_is_made_of_it(tmp_path, what):
+    (tmp_path / "a.gguf").write_bytes(DAMAGED[what])
+    tracemalloc.start()
+    assert "a.gguf" in refusal(tmp_path / "a.gguf")
+    assert tracemalloc.get_traced_memory()[1] < 20 * 2**20  # imports
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("left", [1, 100, 5000])
+def test_a_file_cut_short_is_refused(tmp_path, left):
+    path = write_gguf(tmp_path / "a.gguf")
+    path.write_bytes(path.read_bytes()[:-left])
+    assert "not in its place" in refusal(path)
+
+
+@pytest.mark.parametrize("offset", [32, 2**40, 2**63])
+def test_a_tensor_at_another_place_is_refused(tmp_path, offset):
+    """Its bytes would be another tensor's."""
+    path = write_gguf(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4
+    path.write_bytes(data[:at] + struct.pack("<Q", offset) + data[at + 8 :])
+    assert "'blk.1.ffn_up.weight' at" in refusal(path)
+
+
+@pytest.mark.parametrize("dimensions", [0, 5, 2**31])
+def test_a_tensor_of_no_or_many_dimensions_is_refused(tmp_path, dimensions):
+    path = write_gguf(tmp_path / "a.gguf")
+    data, name = path.read_bytes(), b"output_norm.weight"
+    at = data.index(name) + len(name)
+    path.write_bytes(data[:at] + struct.pack("<I", dimensions) + data[at + 4 :])
+    assert f"of {dimensions} dimensions" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [
+        ("llama.attention.head_count", 0),
+        ("llama.attention.head_count", [4, 4]),
+        ("llama.attention.head_count_kv", 0),
+        ("llama.attention.key_length", "16"),
+        ("llama.block_count", 2**31),
+        ("llama.embedding_length", -64),
+        ("llama.context_length", True),
+        ("llama.rope.freq_base", "1e4"),
+        ("llama.rope.freq_base", 1e300),
+        ("llama.rope.freq_base", float("nan")),
+        ("llama.attention.layer_norm_rms_epsilon", 0.0),
+        ("llama.attention.layer_norm_rms_epsilon", [1e-5]),
+        ("general.architecture", ["llama"]),
+        ("tokenizer.ggml.tokens", "abc"),
+        ("tokenizer.ggml.tokens", [1] * len(TOKENS)),
+        ("tokenizer.ggml.tokens", ["a"] * len(TOKENS)),
+        ("tokenizer.ggml.token_type", [3]),
+        ("tokenizer.ggml.token_type", 3),
+        ("tokenizer.ggml.merges", ["a"]),
+        ("tokenizer.ggml.merges", ["a b c"]),
+        ("tokenizer.ggml.merges", ["a nothing"]),
+        ("tokenizer.ggml.merges", [1]),
+        ("tokenizer.ggml.pre", ["smollm"]),
+        ("tokenizer.ggml.add_bos_token", 1),
+        ("tokenizer.chat_template", ["{{ messages }}"]),
+        *((f"tokenizer.ggml.{name}_token_id", -1) for name in ("bos", "eos", "padding", "unknown")),
+        ("tokenizer.ggml.eos_token_id", len(TOKENS)),
+        ("tokenizer.ggml.eos_token_id", 2**32 + 5),
+        ("tokenizer.ggml.eos_token_id", True),
+        ("tokenizer.ggml.eos_token_id", "0"),
+    ],
+)
+def test_metadata_of_another_kind_is_one_line(tmp_path, monkeypatch, key, value):
+    path = write_gguf(tmp_path / "a.gguf")
+    file = open_gguf(path)
+    changed = file._replace(metadata={**file.metadata, key: value})
+    monkeypatch.setattr("jax_distill.hf.gguf.open_gguf", lambda _: changed)
+    refusal(path)
+
+
+def test_a_weight_that_is_not_finite_is_refused_by_name_when_it_is_loaded(tmp_path):
+    tensors = known_tensors()
+    tensors["blk.1.ffn_up.weight"][3, 5] = np.nan
+    folder = hf.local_folder(write_gguf(tmp_path / "a.gguf", tensors=tensors))
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        hf.load_model(folder)
+
+
+def test_a_full_disk_while_converting_is_one_line(tmp_path, small_disk, monkeypatch):
+    path = write_gguf(tmp_path / "a.gguf")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
+    with pytest.raises(RunError, match="expected to write .*make room there"):
+        hf.local_folder(path)
+    assert not [p for p in small_disk.rglob("*") if p.is_file() and p.name != "filler"]

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from jax_distill import hf
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
 from jax_distill.model import RopeConfig
 
 RAW = {
@@ -56,17 +56,17 @@ def parameters(model) -> dict[tuple, np.ndarray]:
 
 
 def test_a_missing_or_broken_config_is_refused_with_its_path(tmp_path):
-    with pytest.raises(Refusal, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         hf.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(Refusal, match="JSON in .*config.json"):
+    with pytest.raises(UserError, match="a JSON object in .*config.json"):
         hf.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
     "change,named",
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "Llama.*Qwen3.*got Gemma"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
         ({"model_type": "qwen2"}, "qwen2"),
@@ -81,7 +81,7 @@ def test_a_missing_or_broken_config_is_refused_with_its_path(tmp_path):
         ({"num_hidden_layers": "3"}, "num_hidden_layers"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3}}, "alpha"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor"),
@@ -122,8 +122,35 @@ def test_a_missing_or_broken_config_is_refused_with_its_path(tmp_path):
 )
 def test_what_the_decoder_does_not_have_is_refused_by_name(change, named):
     """Case 24's kind: never dropped, never loaded as a plain Llama."""
-    with pytest.raises(Refusal, match=named) as refusal:
+    with pytest.raises(UserError, match=named) as refusal:
         hf.model_config(RAW | change)
+    assert "\n" not in str(refusal.value)
+
+
+QWEN = RAW | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+MISTRAL = RAW | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GPT_OSS = RAW | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    "raw,change,named",
+    [
+        (RAW, {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+        (QWEN, {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+        (QWEN, {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers"),
+        (QWEN, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window.*got 0"),
+        (QWEN, {"mlp_bias": True}, "mlp_bias"),
+        (MISTRAL, {"layer_types": ["full_attention"] * 3}, "sliding_attention for Mistral"),
+        (MISTRAL, {"attention_bias": True}, "attention_bias"),
+        (GPT_OSS, {"num_experts_per_tok": 4, "num_local_experts": 3}, "at most .* 3, got 4"),
+        (GPT_OSS, {"sliding_window": None}, "sliding_window"),
+        (GPT_OSS, {"num_local_experts": 0}, "num_local_experts.*got 0"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, "mxfp4, got .*awq"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(raw, change, named):
+    with pytest.raises(UserError, match=named) as refusal:
+        hf.model_config(raw | change)
     assert "\n" not in str(refusal.value)
 
 
@@ -138,6 +165,79 @@ def test_keys_that_are_off_or_say_nothing_about_the_numbers_are_no_reason_to_ref
         "pretraining_tp": 1,
     }
     assert hf.model_config(RAW | more) == hf.model_config(RAW)
+
+
+HARMLESS = [
+    ({"max_sequence_length": 2048}, ["max_sequence_length"]),
+    ({"model_max_length": 8, "resid_pdrop": 0.1}, ["model_max_length", "resid_pdrop"]),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ["rope factor"]),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3, "finetuned": True}},
+        ["rope beta_fast", "rope finetuned"],
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "finetuned": True}},
+        ["rope finetuned"],
+    ),
+    (
+        {
+            "rope_scaling": {
+                "type": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+        ["rope original_max_position_embeddings"],
+    ),
+]
+
+
+@pytest.mark.parametrize("change,ignored", HARMLESS)
+def test_keys_that_transformers_does_not_look_at_are_named_as_ignored(
+    tmp_path, capsys, change, ignored
+):
+    """Case 51: the model is that without them."""
+    plain = {key: value for key, value in change.items() if key not in ignored}
+    for key in ("rope_scaling", "rope_parameters"):
+        if key in plain:
+            unread = {name.removeprefix("rope ") for name in ignored}
+            plain[key] = {k: v for k, v in plain[key].items() if k not in unread}
+    assert hf.model_config(RAW | change) == hf.model_config(RAW | plain)
+    folder = write_folder(tmp_path / "model", RAW | change, random_tensors())
+    for _ in range(2):
+        hf.load_model(folder)
+    said = capsys.readouterr().out
+    assert said == (f"{folder}/config.json: ignored, as transformers does: {', '.join(ignored)}\n")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 2**31},
+        {"hidden_size": 10**400},
+        {"vocab_size": -1},
+        {"num_attention_heads": True},
+        {"max_position_embeddings": 2**31},
+        {"rms_norm_eps": 10**400},
+        {"rms_norm_eps": 1e-320},
+        {"initializer_range": 1e39},
+        {"rope_theta": 10**400},
+        {"rope_scaling": {"type": "linear", "factor": 1e-320}},
+        {"rope_scaling": [["type", "yarn"]]},
+        {"rope_scaling": {"type": ["yarn"]}},
+        {"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": {"a": 1}},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [["LlamaForCausalLM"]]},
+        {"architectures": 5},
+        {"model_type": ["llama"]},
+        {"hidden_act": ["silu"]},
+        {"a" * 10_000: "b\n" * 10_000},
+    ],
+)
+def test_a_value_of_another_kind_or_size_is_one_short_line(change):
+    with pytest.raises(UserError) as refusal:
+        hf.model_config(RAW | change)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 500
 
 
 def test_defaults_are_those_of_transformers_llama():
@@ -220,7 +320,7 @@ def test_a_difference_between_config_and_file_is_refused_naming_the_key(tmp_path
         tensors[key] = tensors[key].T.copy()
     if change == "dtype":
         tensors[key] = tensors[key].astype(np.int8)
-    with pytest.raises(Refusal, match=key.replace(".", r"\.")):
+    with pytest.raises(UserError, match=key.replace(".", r"\.")):
         hf.load_model(write_folder(tmp_path, tensors=tensors))
 
 
@@ -238,7 +338,7 @@ def test_the_head_of_a_tied_model_is_tolerated_only_where_it_is_the_embedding(tm
     model = hf.load_model(write_folder(tmp_path, raw, tensors))
     assert np.array_equal(model.lm_head_weight(), tensors["lm_head.weight"])
     tensors["lm_head.weight"][60, 31] += 1
-    with pytest.raises(Refusal, match="lm_head"):
+    with pytest.raises(UserError, match="lm_head"):
         hf.load_model(write_folder(tmp_path, raw, tensors))
 
 
@@ -247,16 +347,16 @@ def test_a_broken_file_and_a_wrong_index_are_refused(tmp_path):
     folder = write_folder(tmp_path, tensors=tensors)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
-    with pytest.raises(Refusal, match=r"model\.safetensors"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         hf.load_model(folder)
     (folder / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(Refusal, match="model-00001-of-00001"):
+    with pytest.raises(UserError, match="model-00001-of-00001"):
         hf.load_model(folder)
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model-00001-of-00001.safetensors")
-    with pytest.raises(Refusal, match=r"model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight"):
         hf.load_model(folder)
 
 
@@ -274,13 +374,13 @@ def test_every_stored_dtype_is_cast_once(tmp_path, stored, wanted):
 
 def test_parameters_of_another_config_are_not_saved(tmp_path):
     model = hf.load_model(write_folder(tmp_path / "in", tensors=random_tensors()))
-    with pytest.raises(Refusal, match="lm_head"):
+    with pytest.raises(UserError, match="lm_head"):
         hf.save_weights(tmp_path, model, hf.model_config(RAW | {"tie_word_embeddings": True}))
 
 
 def test_without_weights_a_seed_is_needed_and_decides_everything(tmp_path):
     folder = write_folder(tmp_path)
-    with pytest.raises(Refusal, match="safetensors"):
+    with pytest.raises(UserError, match="safetensors"):
         hf.load_model(folder)
     one, same, other = (parameters(hf.load_model(folder, seed=seed)) for seed in (1, 1, 2))
     path = ("layers", "self_attn", "q_proj", "weight")
@@ -353,13 +453,13 @@ def test_a_folder_is_itself_and_what_is_nowhere_is_refused(tmp_path):
     assert hf.local_folder(tmp_path) == tmp_path
     (tmp_path / "notes.txt").write_text("")
     for place in (tmp_path / "no" / "such", tmp_path / "notes.txt", "a/b/c", "./a/b", "name"):
-        with pytest.raises(Refusal, match="expected a model folder"):
+        with pytest.raises(UserError, match="expected a model folder"):
             hf.local_folder(place)
-    with pytest.raises(Refusal, match="missing"):
+    with pytest.raises(UserError, match="missing"):
         hf.local_folder(tmp_path / "model.gguf")
 
 
 def test_a_hub_id_without_the_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(Refusal, match=r"jax-distill\[hub\]"):
+    with pytest.raises(UserError, match=r"jax-distill\[hub\]"):
         hf.local_folder("owner/name")

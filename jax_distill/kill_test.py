@@ -1,37 +1,81 @@
-"""Real processes, killed with SIGKILL at random instants or out of disk, and started again.
+"""Real processes, killed with SIGKILL at given calls or out of disk, and started again.
 
-`start`, `wait_until`, `kill_when` and `finish` serve any command that goes on where it stopped.
+`start`, `stopped`, `kill` and `finish` serve any command that resumes where it stopped. Each signal
+comes from the process itself, at a call of a function: nothing here depends on the machine's speed.
 """
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 
 from jax_distill import audit
-from jax_distill.cache import Store
+from jax_distill.cache import Cache, writer
 from jax_distill.teacher_test import hf_folder, text_file
 
-pytestmark = pytest.mark.slow
-PATIENCE = 240  # seconds for one wait; the machine may be busy
+# A process takes the time that the machine has for it: the limit is only for one that hangs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+# Arguments: module:name of a function, which call of it (of those with this word among their
+# arguments), before or after, the signal, the command.
+SIGNAL_AT = """
+import functools, importlib, os, runpy, sys
+where, call, word, when, number, *sys.argv = sys.argv[1:]
+module, _, path = where.partition(":")
+*owners, name = path.split(".")
+owner = functools.reduce(getattr, owners, importlib.import_module(module))
+function, calls = getattr(owner, name), 0
+
+def counted(*args, **kwargs):
+    global calls
+    mine = word in repr(args)
+    calls += mine
+    now = mine and calls == int(call)
+    if now and when == "before":
+        os.kill(os.getpid(), int(number))
+    result = function(*args, **kwargs)
+    if now and when == "after":
+        os.kill(os.getpid(), int(number))
+    return result
+
+setattr(owner, name, counted)
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
-def start(command: Sequence[str], log: Path) -> subprocess.Popen:
-    """Start `python -m …` as a person would, on one CPU device; all it says is added to `log`."""
+class Moment(NamedTuple):
+    """Before or after the `call`-th call, from 1, of the function `name` in `module`; of those
+    calls whose arguments have the `word` in them."""
+
+    when: str
+    module: str
+    name: str
+    call: int
+    word: str = ""
+
+
+def start(
+    command: Sequence[str], log: Path, *, at: Moment | None = None, number: int = signal.SIGKILL
+) -> subprocess.Popen:
+    """Start `python -m …` as a person would, on one CPU device; all it says is added to `log`. At
+    the moment given, it sends itself the signal `number`."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    program = ["-m", *command]
+    if at:
+        where = [f"{at.module}:{at.name}", str(at.call), at.word, at.when, str(int(number))]
+        program = ["-c", SIGNAL_AT, *where, *command]
     # What a script runs in the background ignores SIGINT, and hands that on; a handler it does not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with log.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [sys.executable, *program],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**environment, "JAX_PLATFORMS": "cpu"},
@@ -40,47 +84,34 @@ def start(command: Sequence[str], log: Path) -> subprocess.Popen:
         signal.signal(signal.SIGINT, before)
 
 
-def wait_until(process: subprocess.Popen, reached: Callable[[], bool], log: Path) -> None:
-    """Return once `reached`; fail, with what the process said, if it ends or hangs before."""
-    end = time.monotonic() + PATIENCE
-    while not reached():
-        ended, late = process.poll() is not None, time.monotonic() > end
-        if (ended and not reached()) or late:
-            process.kill()
-            pytest.fail(f"ended {process.wait()}, or too slow:\n{log.read_text()[-3000:]}")
-        time.sleep(0.002)
+def stopped(command: Sequence[str], log: Path, *, at: Moment) -> subprocess.Popen:
+    """The command, standing still at that moment; SIGCONT lets it go on."""
+    process = start(command, log, at=at, number=signal.SIGSTOP)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), log.read_text()[-3000:]
+    return process
 
 
-def kill_when(
-    command: Sequence[str], reached: Callable[[], bool], log: Path, *, delay: float
-) -> None:
-    """Start the command and SIGKILL it `delay` seconds after `reached`."""
-    process = start(command, log)
-    wait_until(process, reached, log)
-    time.sleep(delay)
-    process.kill()
-    process.wait()
+def kill(command: Sequence[str], log: Path, *, at: Moment) -> None:
+    """Start the command, which is killed at that moment."""
+    ended = start(command, log, at=at).wait()
+    assert ended == -signal.SIGKILL, f"{at}: {log.read_text()[-3000:]}"
 
 
 def finish(command: Sequence[str], log: Path) -> None:
     """Run the command to its end, which must be a good one."""
     process = start(command, log)
-    assert process.wait(PATIENCE) == 0, log.read_text()[-3000:]
-
-
-def printed_seed() -> int:
-    """A new seed at each run; a failure shows it, and KILL_SEED=… repeats it."""
-    seed = int(os.environ.get("KILL_SEED", time.time_ns() % 10**6))
-    print(f"KILL_SEED={seed}")
-    return seed
+    assert process.wait() == 0, log.read_text()[-3000:]
 
 
 def folder_bytes(path: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    """Every file but the writer's lock, which says who held it last."""
+    files = [f for f in path.rglob("*") if f.is_file() and not f.name.startswith("writer.lock")]
+    return {str(f.relative_to(path)): f.read_bytes() for f in files}
 
 
 def teacher_command(folder: Path, cache: Path) -> list[str]:
-    """Write stores of 36 shards with a tiny teacher over a text file."""
+    """Write caches of 36 shards with a tiny teacher over a text file."""
     hf_folder(folder / "teacher")
     settings = {
         "output_dir": str(folder / "run"),
@@ -100,79 +131,89 @@ def teacher_command(folder: Path, cache: Path) -> list[str]:
 
 
 def commits(cache: Path) -> int:
-    return len(list(cache.glob("*/commits/*.json")))
+    return len(list(cache.glob("*/commits/[0-9]*.json")))
 
 
-def test_a_store_killed_three_times_ends_byte_identical(tmp_path):
-    """Case 33."""
+def in_writer(when: str, name: str, call: int) -> Moment:
+    return Moment(when, writer.__name__, name, call)
+
+
+def test_a_cache_killed_around_its_writes_ends_byte_identical(tmp_path):
+    """Case 33: before a shard is written, between its arrays and its commit, after the commit, in
+    the last shard of a cache and between two caches."""
     log = tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(teacher_command(tmp_path, whole), log)
-    total = commits(whole)
-    assert total > 30
-    instants = random.Random(printed_seed())
+    total, train = commits(whole), len(list(whole.glob("train/commits/[0-9]*.json")))
+    assert train > 15 and total > train + 1
     command = teacher_command(tmp_path, killed)
-    moments = sorted(instants.sample(range(total - 4), 3))
-    for moment in moments:
-        at_least = max(moment, commits(killed) + 1)
-        kill_when(
-            command,
-            lambda at_least=at_least: commits(killed) >= at_least,
-            log,
-            delay=instants.uniform(0, 0.1),
-        )
-        assert commits(killed) < total, f"killed too late for moments {moments}"
+    arrays = len(list((whole / "train").glob("*/zarr.json")))
+    for moment, committed in (
+        (in_writer("before", "Writer.write", 3), 2),
+        (in_writer("before", "Writer._describe_file", 1), 2),
+        (in_writer("after", "Writer._describe_file", 4 * arrays), 5),
+        (in_writer("after", "Writer.write", 3), 8),
+        (in_writer("before", "Writer._describe_file", (train - 9) * arrays + 1), train - 1),
+        (in_writer("after", "Writer.write", 1), train),
+        (in_writer("before", "Writer._describe_file", 2 * arrays), train + 1),
+    ):
+        kill(command, log, at=moment)
+        assert commits(killed) == committed, moment
     finish(command, log)
     assert folder_bytes(killed) == folder_bytes(whole)
 
 
-def test_a_store_killed_while_it_is_begun_ends_byte_identical(tmp_path):
+def test_a_cache_killed_while_it_is_begun_ends_byte_identical(tmp_path):
     """Case 33: before, between and after the manifest and the arrays' metadata."""
     log = tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(teacher_command(tmp_path, whole), log)
     command = teacher_command(tmp_path, killed)
-    for file in ("train/writer.lock", "train/manifest.json", "train/tokens/zarr.json"):
-        kill_when(command, (killed / file).exists, log, delay=0)
+    for moment, there, missing in (
+        (in_writer("before", "_claim", 1), "writer.lock", "manifest.json"),
+        (in_writer("after", "_claim", 1), "manifest.json", "*/zarr.json"),
+        (in_writer("after", "Writer._open", 1), "*/zarr.json", "commits/[0-9]*"),
+        (in_writer("after", "Writer._open", 4), "*/zarr.json", "commits/[0-9]*"),
+    ):
+        kill(command, log, at=moment)
+        assert list(killed.glob(f"train/{there}")) and not list(killed.glob(f"train/{missing}"))
     finish(command, log)
     assert folder_bytes(killed) == folder_bytes(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_writer_that_is_told_to_stop_says_one_line_and_goes_on(tmp_path, number):
+def test_a_writer_that_is_stopped_says_one_line_and_resumes(tmp_path, number):
     log, cache = tmp_path / "log", tmp_path / "cache"
     command = teacher_command(tmp_path, cache)
-    process = start(command, log)
-    wait_until(process, lambda: commits(cache) >= 2, log)
-    process.send_signal(number)
-    assert process.wait(PATIENCE) == 128 + number
+    process = start(command, log, at=in_writer("after", "Writer.write", 2), number=number)
+    assert process.wait() == 128 + number
     said = log.read_text()
     assert f"stopped by {number.name}" in said.splitlines()[-1] and "Traceback" not in said
     finish(command, log)
-    assert Store.open(str(cache / "train")).complete
+    assert Cache.open(str(cache / "train")).complete
 
 
 def test_a_full_disk_ends_the_writer_and_leaves_what_is_committed_good(tmp_path, small_disk):
     """Case 35."""
     log = tmp_path / "log"
-    cache = small_disk / "cache"
-    command = teacher_command(tmp_path, cache)
-    process = start(command, log)
-    wait_until(process, lambda: commits(cache) >= 2, log)
+    folder = small_disk / "cache"
+    command = teacher_command(tmp_path, folder)
+    process = stopped(command, log, at=in_writer("after", "Writer.write", 2))
     ballast = small_disk / "ballast"
     with pytest.raises(OSError), ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    assert process.wait(PATIENCE) == 1
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == 1
     said = log.read_text()
-    assert "failed: expected to write the store" in said and "Traceback" not in said
-    store = Store.open(str(cache / "train"))
-    assert 2 <= len(store.commits) < store.shards
-    bad = [problem for problem in audit.verify(store) if "is not committed" not in problem]
+    assert "failed: expected to write the cache" in said and "Traceback" not in said
+    cache = Cache.open(str(folder / "train"))
+    assert len(cache.commits) == 2 < cache.shards
+    bad = [problem for problem in audit.verify(cache) if "is not committed" not in problem]
     assert bad == []
-    store.read([0])
+    cache.read([0])
     ballast.unlink()
     finish(command, log)
     whole = tmp_path / "whole"
     finish(teacher_command(tmp_path, whole), log)
-    assert folder_bytes(cache) == folder_bytes(whole)
+    assert folder_bytes(folder) == folder_bytes(whole)

@@ -4,7 +4,6 @@ What its numbers must be is proven against transformers in parity_tests.
 """
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_distill.config import Refusal
-from jax_distill.model import Decoder, ModelConfig, RopeConfig
-from jax_distill.model.attention import attention, fast_attention
+from jax_distill.base.errors import UserError
+from jax_distill.model import (
+    Decoder,
+    ModelConfig,
+    RopeConfig,
+    count_parameters,
+    train_flops_per_token,
+)
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -27,14 +31,15 @@ CONFIG = ModelConfig(
     head_dim=8,
     initializer_range=0.3,
 )
-ON_CPU = ["products", "xla"]
+BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+ON_CPU = ["grouped", "reference"]
 # Many small programs: compiling them well would take longer than running them badly.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-def decoder(config: ModelConfig = CONFIG, **knobs) -> Decoder:
-    return Decoder(config, rngs=nnx.Rngs(0), **knobs)
+def decoder(config: ModelConfig = CONFIG, **options) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0), **options)
 
 
 @quick_jit
@@ -48,10 +53,10 @@ def packed(*documents: list[int], length: int) -> dict[str, jax.Array]:
     row = np.zeros((3, 1, length), np.int32)
     start = 0
     for segment, document in enumerate(documents, start=1):
-        place = slice(start, start + len(document))
-        row[0, 0, place] = document
-        row[1, 0, place] = segment
-        row[2, 0, place] = range(len(document))
+        where = slice(start, start + len(document))
+        row[0, 0, where] = document
+        row[1, 0, where] = segment
+        row[2, 0, where] = range(len(document))
         start += len(document)
     return {
         name: jnp.asarray(array)
@@ -71,9 +76,9 @@ def test_a_document_in_a_pack_has_the_logits_it_has_alone(implementation, rope_t
     )
     model = decoder(config, attention=implementation)
     both = logits(model, **packed(A, B, length=16))[0]
-    for document, place in ((A, slice(0, 7)), (B, slice(7, 12))):
+    for document, where in ((A, slice(0, 7)), (B, slice(7, 12))):
         alone = logits(model, **packed(document, length=len(document)))[0]
-        np.testing.assert_allclose(both[place], alone, atol=1e-5)
+        np.testing.assert_allclose(both[where], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
@@ -118,61 +123,6 @@ def test_ids_outside_the_vocabulary_stay_finite():
     assert np.isfinite(logits(model, **rows)).all()
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_implementations_of_attention_agree(groups, dtype):
-    rng = np.random.default_rng(0)
-    shapes = {"query": (2, 9, 4, 8), "key": (2, 9, groups, 8), "value": (2, 9, groups, 8)}
-    inputs = {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
-    segment_ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1] * 9], jnp.int32)
-
-    def squares(inputs, implementation):
-        mixed = attention(**inputs, segment_ids=segment_ids, implementation=implementation)
-        assert mixed.dtype == dtype
-        return jnp.square(mixed.astype(jnp.float32)).sum()
-
-    program = quick_jit(jax.value_and_grad(squares), static_argnums=1)
-    with jax.numpy_dtype_promotion("standard"):  # jax.nn's own arithmetic in bf16
-        ours, theirs = (program(inputs, name) for name in ON_CPU)
-    tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
-    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        left, right = (np.asarray(x, np.float32) for x in (left, right))
-        np.testing.assert_allclose(left, right, atol=tolerance * np.abs(right).max())
-
-
-def test_large_logits_do_not_leak_across_documents():
-    """The mask is added to the logits: it must outweigh any of them."""
-    query = jnp.full((1, 4, 1, 8), 1e4, jnp.float32)
-    value = jnp.asarray([1.0, 1.0, 5.0, 5.0])[None, :, None, None] * jnp.ones((1, 4, 1, 8))
-    segment_ids = jnp.asarray([[1, 1, 2, 2]], jnp.int32)
-    mixed = attention(query, query, value, segment_ids, implementation="products")
-    assert np.array_equal(mixed, value)
-
-
-@pytest.mark.parametrize(
-    "device,dtype,length,head_dim,expected",
-    [
-        (("cpu", None), jnp.bfloat16, 8, 64, "products"),
-        (("gpu", "9.0"), jnp.bfloat16, 8, 64, "cudnn"),
-        (("gpu", "8.0"), jnp.float16, 8, 128, "cudnn"),
-        (("gpu", "9.0"), jnp.float32, 8, 64, "xla"),
-        (("gpu", "9.0"), jnp.bfloat16, 7, 64, "xla"),
-        (("gpu", "9.0"), jnp.bfloat16, 8, 192, "xla"),
-        (("gpu", "9.0"), jnp.bfloat16, 8, 36, "xla"),
-        (("gpu", "7.5"), jnp.bfloat16, 8, 64, "xla"),
-        (("gpu", "gfx942"), jnp.bfloat16, 8, 64, "xla"),
-        (("tpu", None), jnp.bfloat16, 8, 64, "xla"),
-    ],
-)
-def test_cudnn_is_chosen_where_its_kernel_takes_the_input(
-    monkeypatch, device, dtype, length, head_dim, expected
-):
-    platform, capability = device
-    fake = types.SimpleNamespace(platform=platform, compute_capability=capability)
-    monkeypatch.setattr(jax, "local_devices", lambda: [fake])
-    assert fast_attention(dtype, length, head_dim) == expected
-
-
 @pytest.mark.parametrize("remat", ["layer", "dots"])
 def test_remat_changes_no_number_but_recomputes(remat):
     rows = packed(A, B, length=16)
@@ -193,7 +143,7 @@ def test_remat_changes_no_number_but_recomputes(remat):
 
 
 def test_an_unknown_remat_is_refused_by_name():
-    with pytest.raises(Refusal, match="got 'full'"):
+    with pytest.raises(UserError, match="got 'full'"):
         decoder(remat="full")
 
 
@@ -206,8 +156,8 @@ def test_bf16_compute_keeps_fp32_parameters_and_fp32_statistics():
     for statistic in (" exp ", " rsqrt ", " cos "):
         lines = [line for line in text.splitlines() if statistic in line]
         assert lines and all(":f32[" in line for line in lines), statistic
-    products = [line for line in text.splitlines() if " dot_general[" in line]
-    assert products and not any(":f32[2,16]" in line for line in products)
+    matmuls = [line for line in text.splitlines() if " dot_general[" in line]
+    assert matmuls and not any(":f32[2,16]" in line for line in matmuls)
 
 
 def test_bf16_parameters():
@@ -223,8 +173,8 @@ def test_a_tied_model_has_one_table():
     assert model.lm_head_weight() is model.embed_tokens.weight[...]
 
 
-def test_every_parameter_names_its_axes():
-    model = decoder(ModelConfig(**{**vars(CONFIG), "attention_bias": True, "mlp_bias": True}))
+def test_every_parameter_says_its_axes_and_whether_it_decays():
+    model = decoder(ModelConfig(**{**vars(CONFIG), **BIASES}))
     known = {"layers", "vocab", "embed", "heads", "kv_heads", "mlp", None}
     flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     assert len(flat) == 3 + 2 + 7 + 7
@@ -232,6 +182,23 @@ def test_every_parameter_names_its_axes():
         assert len(param.logical_axes) == len(param.shape), path
         assert set(param.logical_axes) <= known, path
         assert (param.logical_axes[0] == "layers") == (path[0] == "layers"), path
+        is_norm = any("norm" in name for name in path)
+        assert param.weight_decay == (path[-1] == "weight" and not is_norm), path
+
+
+def test_of_experts_the_matrices_decay_and_biases_and_sinks_do_not():
+    routed = {"num_local_experts": 3, "num_experts_per_tok": 2, "attention_sinks": True}
+    config = ModelConfig(**{**vars(CONFIG), **BIASES, **routed, "qk_norm": True})
+    flat = dict(nnx.to_flat_state(nnx.state(decoder(config), nnx.Param)))
+    assert len(flat) == 3 + 2 + 2 + 8 + 1 + 2 + 4
+    matrices = ("gate_up_proj", "down_proj")
+    for path, param in flat.items():
+        assert len(param.logical_axes) == len(param.shape), path
+        is_norm = any("norm" in name for name in path)
+        decays = path[-1] in matrices or (path[-1] == "weight" and not is_norm)
+        assert param.weight_decay == decays, path
+    dense = 6 * (2 * (2 * 32 * 48 + 2 * 3 * 32 * 48 + 3 * 32) + 61 * 32)
+    assert train_flops_per_token(config, 24) - 6 * 2 * 32 * 24 == dense
 
 
 def test_sharded_parameters_and_rows_give_the_same_hidden_states():
@@ -259,3 +226,59 @@ def test_two_models_of_one_config_compile_once():
     first, second = (nnx.split(decoder())[0] for _ in range(2))
     assert first == second and hash(first) == hash(second)
     assert first != nnx.split(decoder(remat="layer"))[0]
+
+
+def test_layer_types_are_one_a_layer_and_known():
+    assert CONFIG.layer_types == ("full_attention",) * 2
+    assert CONFIG.with_layers([1]).num_hidden_layers == 1
+    with pytest.raises(UserError, match="expected 2 layer_types, .*got 1"):
+        ModelConfig(**{**vars(CONFIG), "layer_types": ("full_attention",)})
+    with pytest.raises(UserError, match="got 'linear_attention'"):
+        ModelConfig(**{**vars(CONFIG), "layer_types": ("full_attention", "linear_attention")})
+    mixed = {**vars(CONFIG), "layer_types": ("full_attention", "sliding_attention")}
+    with pytest.raises(UserError, match="expected a sliding_window .*got none"):
+        ModelConfig(**mixed)
+    config = ModelConfig(**(mixed | {"sliding_window": 3}))
+    assert config.with_layers([1]).kinds == ("sliding_attention",)
+
+
+def test_apply_gives_the_outputs_of_the_layers_asked_for():
+    """Against models cut after each layer: the final norm of a layer's output is their hidden."""
+    config = ModelConfig(**{**vars(CONFIG), "num_hidden_layers": 3, "layer_types": ()})
+    model, rows = decoder(config), packed(A, B, length=16)
+    output = quick_jit(lambda m: m.apply(**rows, hidden_layers=(2, 0)))(model)
+    np.testing.assert_array_equal(
+        output.hidden, quick_jit(lambda m: m.hidden_states(**rows))(model)
+    )
+    assert output.layers.shape == (2, *output.hidden.shape)
+    for layer, found in zip((2, 0), output.layers, strict=True):
+        cut = decoder(config.with_layers(range(layer + 1)))
+        params = nnx.state(model)
+        params["layers"] = jax.tree.map(lambda x, n=layer + 1: x[:n], params["layers"])
+        nnx.update(cut, params)
+        hidden = quick_jit(lambda m: m.hidden_states(**rows))(cut)
+        np.testing.assert_allclose(model.norm(found[0])[None], hidden, atol=1e-5)
+    assert output.aux == ()
+    assert model.apply(**rows).layers.shape == (0, *output.hidden.shape)
+
+
+@pytest.mark.parametrize("layers", [(3,), (-1,), (0, 0)])
+def test_layers_that_are_not_there_are_refused(layers):
+    with pytest.raises(ValueError, match="hidden_layers from 0 to 1"):
+        decoder().layer_slots(layers)
+
+
+def test_counted_parameters_and_flops_are_the_formula():
+    tied = ModelConfig(**{**vars(CONFIG), "tie_word_embeddings": True})
+    layer = 32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48
+    assert count_parameters(tied) == 61 * 32 + 2 * (layer + 2 * 32) + 32
+    assert count_parameters(CONFIG) == count_parameters(tied) + 61 * 32
+    leaves = jax.tree.leaves(nnx.state(decoder(), nnx.Param))
+    assert count_parameters(CONFIG) == sum(leaf.size for leaf in leaves)
+    expected = 6 * (2 * layer + 61 * 32) + 6 * 2 * 32 * 24
+    assert train_flops_per_token(CONFIG, 24) == expected
+    windowed = {**vars(CONFIG), "sliding_window": 6, "layer_types": ("sliding_attention",) * 2}
+    seen = sum(min(t, 6) for t in range(1, 25)) / 24  # keys of a query, on average
+    found = train_flops_per_token(ModelConfig(**windowed), 24) - 6 * (2 * layer + 61 * 32)
+    # As T/2 stands for (T + 1)/2: w/2T keys fewer.
+    assert found == pytest.approx(12 * 2 * 32 * (seen - 6 / 48))

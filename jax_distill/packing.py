@@ -11,15 +11,14 @@ import grain
 import numpy as np
 from grain.experimental import FirstFitPackIterDataset
 
-from jax_distill.config import Refusal
-from jax_distill.data import Document
+from jax_distill.data import Document, segments_beyond
 
 _BINS = 64  # rows open at once
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows for a store. `str()` of it is one line of counts.
+    """Rows for a cache. `str()` of it is one line of counts.
 
     Attributes:
         arrays: tokens, segment_ids, positions [N,T] int32 and loss_mask [N,T] uint8. Segments count
@@ -46,6 +45,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
 
+    def segments_beyond(self, length: int) -> int:
+        """See the function of that name. A document longer than a row counts by its pieces."""
+        return segments_beyond(self.arrays["segment_ids"], self.arrays["positions"], length)
+
     def __str__(self) -> str:
         size = self.arrays["tokens"].size
         text = (
@@ -60,11 +63,22 @@ class Rows:
         return text
 
 
+def tokens_needed(max_rows: int | None, sequence_length: int) -> int | None:
+    """So many tokens of the first documents decide the first `max_rows` rows of `pack`; None: all.
+
+    Whatever was packed stands in a row that was given out or in one of the open ones, so that after
+    S tokens at least S/T − _BINS − 1 rows were given out (T: sequence_length; the 1 is the piece at
+    hand).
+    """
+    return None if max_rows is None else (max_rows + _BINS + 1) * sequence_length
+
+
 def pack(
     documents: Sequence[Document],
     *,
     sequence_length: int,
     packing: bool = True,
+    separate_documents: bool = True,
     max_rows: int | None = None,
 ) -> Rows:
     """Lays documents into rows of `sequence_length`.
@@ -72,15 +86,10 @@ def pack(
     A document longer than a row is cut into pieces of a row's length, each a segment of its own;
     nothing of it is lost but the labels at the borders. With `packing` the pieces go, in order,
     into the first of 64 open rows that has room (grain's first-fit); without it each has its own
-    row. Rows beyond max_rows are cut and counted.
-
-    Raises:
-        Refusal: rows of less than 2 tokens, in which nothing can be predicted; max_rows below 1.
+    row. Rows beyond max_rows are cut and counted. Without `separate_documents` a row is one
+    segment, whose positions run through it: attention reads across the borders (an all-ones mask),
+    and the loss mask stays as it is.
     """
-    if sequence_length < 2:
-        raise Refusal(f"expected data.sequence_length of at least 2, got {sequence_length}")
-    if max_rows is not None and max_rows < 1:
-        raise Refusal(f"expected data.max_rows of at least 1, got {max_rows}")
     pieces = list(_pieces(documents, sequence_length))
     tokens_in = sum(len(piece.tokens) for piece in pieces)
     arrays = (_first_fit if packing else _one_each)(pieces, sequence_length, max_rows)
@@ -91,6 +100,10 @@ def pack(
     loss_mask[:, :-1] = same & targets[:, 1:]
     arrays["loss_mask"] = loss_mask
     tokens_out = int(np.count_nonzero(segment_ids))
+    if not separate_documents:
+        real = segment_ids > 0
+        arrays["segment_ids"] = real.astype(np.int32)
+        arrays["positions"] = np.where(real, np.arange(sequence_length, dtype=np.int32), 0)
     return Rows(
         arrays=arrays,
         documents=len(documents),

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_distill.config import Refusal
 from jax_distill.data import Document
-from jax_distill.packing import Rows, pack
+from jax_distill.packing import Rows, pack, tokens_needed
 
 
 def document(length: int, first: int = 1, targets=None) -> Document:
@@ -149,16 +148,40 @@ def test_rows_beyond_max_rows_are_cut_and_counted(packing):
     assert len(same) == 39 and same.tokens_cut == 0
 
 
-def test_nothing_packs_to_nothing_and_bad_sizes_are_refused():
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), max_size=400),
+    sequence_length=st.integers(2, 12),
+    max_rows=st.integers(1, 30),
+    packing=st.booleans(),
+)
+def test_the_tokens_that_are_needed_decide_the_first_rows(
+    lengths, sequence_length, max_rows, packing
+):
+    documents = [document(n, 1000 * i) for i, n in enumerate(lengths)]
+    total = np.cumsum(lengths)
+    needed = tokens_needed(max_rows, sequence_length)
+    count = int(np.searchsorted(total, needed)) + 1
+    options = {"sequence_length": sequence_length, "packing": packing, "max_rows": max_rows}
+    whole, some = pack(documents, **options), pack(documents[:count], **options)
+    assert all(np.array_equal(some.arrays[n], whole.arrays[n]) for n in whole.arrays)
+    assert tokens_needed(None, 5) is None
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_segments_longer_than_a_model_has_positions_are_counted(packing):
+    """Case 49."""
+    documents = [document(n) for n in (3, 7, 8, 9, 20, 1)]
+    rows = pack(documents, sequence_length=16, packing=packing)
+    assert [rows.segments_beyond(n) for n in (0, 3, 7, 8, 9, 15, 16)] == [7, 5, 3, 2, 1, 1, 0]
+
+
+def test_nothing_packs_to_nothing():
     for documents in ([], [document(0)]):
         for packing in (True, False):
             rows = pack(documents, sequence_length=4, packing=packing)
             assert len(rows) == 0 and rows.tokens_in == 0
             assert all(array.shape == (0, 4) for array in rows.arrays.values())
-    with pytest.raises(Refusal, match="sequence_length"):
-        pack([document(3)], sequence_length=1, packing=True)
-    with pytest.raises(Refusal, match="max_rows"):
-        pack([document(3)], sequence_length=4, packing=True, max_rows=0)
 
 
 def test_packing_is_the_same_every_time_and_and_tight():

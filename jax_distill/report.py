@@ -1,12 +1,11 @@
 """Curves for people who look rather than read: report.html of a run, or several runs in one figure.
 
-`python -m jax_distill.report RUN [RUN …] [--out FILE.png]`
+`python -m jax_distill.report RUN [RUN …] [--out FILE.png] [--parity]`
 """
 
 import base64
 import html
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +15,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from rich.table import Table
 
-from jax_distill.config import FIGURES, CommandLine, Refusal, check_new_file, run_command
-from jax_distill.run import read_metrics, say
+from jax_distill.base.command import CommandLine, run_command
+from jax_distill.base.console import console, say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import FIGURES, check_new_file
+from jax_distill.cache.manifest import differences as changed_values
+from jax_distill.config import read_mapping
+from jax_distill.model_folder import CE_ONLY, model_name
+from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
 CURVES = {
     "loss": "training loss, nats per token",
-    "kl": "KL to the teacher, nats per token",
+    "kl": "KL to the teacher over top K and tail, nats per token",
     "cross_entropy": "cross-entropy, nats per token",
     "top1_agreement": "top-1 agreement with the teacher",
     "gradient_norm": "gradient norm",
@@ -32,6 +38,8 @@ CURVES = {
 
 COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
 EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
+
+CONFIGURATION = "the configuration of the run"  # what messages call config.yaml
 
 Records = list[dict[str, Any]]
 
@@ -48,14 +56,14 @@ def draw(runs: Mapping[str, Records]) -> Figure:
     columns = 2
     rows = max(math.ceil(len(names) / columns), 1)
     figure = Figure(figsize=(11, 3.2 * rows), layout="constrained")
-    for place, key in enumerate(names):
-        axes = figure.add_subplot(rows, columns, place + 1)
+    for index, key in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
         for number, (name, records) in enumerate(runs.items()):
             colour = f"C{number}"
             axes.plot(*series(records, key), color=colour, label=name, linewidth=1)
-            heldout = series(records, f"heldout_{key}")
+            heldout = series(records, f"val_{key}")
             if heldout[0]:
-                axes.plot(*heldout, "o", color=colour, markersize=4, label=f"{name}, held out")
+                axes.plot(*heldout, "o", color=colour, markersize=4, label=f"{name}, validation")
         axes.set_title(CURVES[key], fontsize=10)
         axes.set_xlabel("optimizer step", fontsize=8)
         axes.grid(alpha=0.3)
@@ -77,7 +85,7 @@ def largest_difference(first: Records, second: Records) -> tuple[str, int, float
     keys = dict.fromkeys(key for record in first for key in record)
     worst: tuple[str, int, float] | None = None
     for key in keys:
-        if key == "step" or "per_second" in key or key == "mfu":
+        if key in ("step", "mfu") or any(word in key for word in ("second", "bytes")):
             continue
         steps, gaps = differences(first, second, key)
         if len(gaps) and (worst is None or gaps.max() > worst[2]):
@@ -97,15 +105,15 @@ def draw_comparison(runs: Mapping[str, Records]) -> Figure:
     (first_name, first), *others = runs.items()
     worst = {name: largest_difference(first, records) for name, records in others}
     top = 8 * max([EPSILON, *(found[2] for found in worst.values() if found)])
-    for place, key in enumerate(names):
-        band, column = divmod(place, columns)
+    for index, key in enumerate(names):
+        band, column = divmod(index, columns)
         curves = figure.add_subplot(grid[2 * band, column])
         gaps = figure.add_subplot(grid[2 * band + 1, column], sharex=curves)
         for number, (name, records) in enumerate(runs.items()):
             width = 4.5 if number == 0 else 1.3
             look: dict[str, Any] = {"color": f"C{number}", "alpha": 0.45 if number == 0 else 1.0}
             curves.plot(*series(records, key), linewidth=width, label=name, **look)
-            heldout = series(records, f"heldout_{key}")
+            heldout = series(records, f"val_{key}")
             size = 9 if number == 0 else 4
             curves.plot(*heldout, "o", markersize=size, **look)
         _prepare_gaps(gaps, top)
@@ -159,7 +167,7 @@ def _draw_gaps(
     color: str,
 ) -> None:
     """The differences of one quantity: small dots, held-out ones large; a ring on the largest."""
-    for name, size in ((key, 3.5), (f"heldout_{key}", 7)):
+    for name, size in ((key, 3.5), (f"val_{key}", 7)):
         steps, gaps = differences(first, second, name)
         axes.plot(steps, np.maximum(gaps, FOOT), "o", color=color, markersize=size)
         if worst is None or worst[0] != name:
@@ -188,18 +196,41 @@ def compared(first: str, second: str, worst: tuple[str, int, float] | None) -> s
     return f"{first} and {second}: largest relative difference {gap:.2g}, {what} at step {step}"
 
 
+def what_was_compared(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the KL of the curves and of the test table is, in words: they are not the same number.
+
+    config: of a run, as in its config.yaml."""
+    divergence, tail, temperature = (
+        _option(config, f"loss.{key}") for key in ("divergence", "tail", "temperature")
+    )
+    top_k = _option(config, "cache.read_top_k") or _option(config, "cache.top_k")
+    return {
+        "curves": f"Training and validation: {divergence} over the teacher's {top_k} most likely "
+        f"tokens, what lies outside as tail {tail}, at temperature {temperature}; the validation "
+        "rows are the first half of the held-out text.",
+        "table": "Test table: KL(teacher ‖ model) over the whole vocabulary at temperature 1, on "
+        "the second half of the held-out text, which nothing was chosen by.",
+    }
+
+
 def write_report(run: Path, summary: Mapping[str, Any]) -> Path:
-    """`report.html` in the run folder: the held-out table, the curves, the configuration. One file
-    without links to anything outside it."""
+    """`report.html` in the run folder: the test table, the curves, what was made with what, the
+    configuration. One file without links to anything outside it.
+
+    Raises:
+        UserError: a damaged file of the run.
+    """
     runs = {"student": read_metrics(run / "metrics.jsonl")}
     baseline = read_metrics(run / "ce_baseline" / "metrics.jsonl")
     if baseline:
-        runs["CE-only student"] = baseline
+        runs[CE_ONLY] = baseline
+    config_file = run / "config.yaml"
+    config, manifest = read_mapping(config_file, CONFIGURATION), read_run_manifest(run)
     image = io.BytesIO()
     draw(runs).savefig(image, format="png", dpi=110)
     picture = base64.b64encode(image.getvalue()).decode()
-    facts = {k: v for k, v in summary.items() if not isinstance(v, dict)}
-    config = (run / "config.yaml").read_text("utf-8")
+    words = {name: html.escape(text) for name, text in what_was_compared(config).items()}
+    facts = _facts(summary, config, manifest)
     page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>
 <style>
@@ -210,10 +241,11 @@ td:first-child, th:first-child {{ text-align: left }}
 img {{ max-width: 100% }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto }}
 </style></head><body>
 <h1>{html.escape(run.name)}</h1>
-{_heldout_html(summary.get("heldout") or {})}
+{_test_table_html(summary.get("test") or {}, words["table"])}
 <img alt="curves" src="data:image/png;base64,{picture}">
+<p>{words["curves"]}</p>
 {_table_html(["", "value"], [[key, _number(value)] for key, value in facts.items()])}
-<h2>Configuration</h2><pre>{html.escape(config)}</pre>
+<h2>Configuration</h2><pre>{html.escape(config_file.read_text("utf-8"))}</pre>
 </body></html>
 """
     path = run / "report.html"
@@ -221,16 +253,31 @@ img {{ max-width: 100% }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x:
     return path
 
 
-def _heldout_html(heldout: Mapping[str, Mapping[str, float]]) -> str:
-    if not heldout:
+def _facts(
+    summary: Mapping[str, Any], config: Mapping[str, Any], manifest: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What came out, on which cache, when and with which versions, by the words shown."""
+    facts = {k: v for k, v in summary.items() if not isinstance(v, dict)}
+    cache = summary.get("cache")
+    facts |= {f"cache {k}": v for k, v in cache.items()} if isinstance(cache, dict) else {}
+    facts |= {f"cache {key}": _option(config, f"cache.{key}") for key in ("top_k", "read_top_k")}
+    facts["cache fingerprint"] = manifest.get("cache")
+    facts |= {key: manifest.get(key) for key in ("started", "backend", "host", "git_revision")}
+    versions = manifest.get("versions")
+    facts |= versions if isinstance(versions, dict) else {}
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _test_table_html(table: Mapping[str, Mapping[str, float]], words: str) -> str:
+    if not table:
         return ""
-    keys = ("kl", "cross_entropy", "perplexity", "top1_agreement")
-    head = ["held-out text", "KL to teacher", "cross-entropy", "perplexity", "top-1 agreement"]
+    keys = ("kl", "cross_entropy", "perplexity", "top1_agreement", "calibration_error")
+    head = ["test table", "KL to teacher", "cross-entropy", "perplexity", "top-1 agreement"]
+    head.append("calibration error")
     rows = [
-        [name.replace("_", " "), *(_number(row[key]) for key in keys)]
-        for name, row in heldout.items()
+        [model_name(name), *(_number(row.get(key)) for key in keys)] for name, row in table.items()
     ]
-    return _table_html(head, rows)
+    return f"{_table_html(head, rows)}<p>{words}</p>"
 
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -242,36 +289,90 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: Any) -> str:
+    if value is None:
+        return "–"
     if isinstance(value, float):
         return f"{value:,.4f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+def final_numbers(run: Path, records: Records) -> dict[str, Any]:
+    """What a run ended with, by the words shown: the last training and validation values, the test
+    table's row of the student, and the summary's counts."""
+    found: dict[str, Any] = {"steps": records[-1]["step"]}
+    for key in ("loss", "kl", "cross_entropy"):
+        for name, words in ((key, "training"), (f"val_{key}", "validation")):
+            values = series(records, name)[1]
+            found |= {f"{words} {_words(key)}": values[-1]} if values else {}
+    summary = read_summary(run)
+    test = (summary.get("test") or {}).get("student") or {}
+    found |= {f"test {_words(key)}": value for key, value in test.items()}
+    for key in ("student_parameters", "tokens_trained", "seconds"):
+        found |= {_words(key): summary[key]} if key in summary else {}
+    return found
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ").replace("kl", "KL").replace("top1", "top-1")
+
+
+def print_runs(paths: Mapping[str, Path], runs: Mapping[str, Records]) -> None:
+    """Several runs beside each other: the final numbers, and the options that differ."""
+    numbers = {name: final_numbers(paths[name], records) for name, records in runs.items()}
+    table = Table("", *runs, title="final numbers")
+    for key in dict.fromkeys(key for found in numbers.values() for key in found):
+        table.add_row(key, *(_number(found.get(key)) for found in numbers.values()))
+    console.print(table)
+    configs = [read_mapping(path / "config.yaml", CONFIGURATION) for path in paths.values()]
+    options = Table("option", *runs, title="options that differ")
+    changed = [changed_values(configs[0], other) for other in configs[1:]]
+    for key in dict.fromkeys(key for found in changed for key, _, _ in found):
+        values = (_option(config, key) for config in configs)
+        options.add_row(key, *("–" if value is None else str(value) for value in values))
+    console.print(options if options.row_count else "no option differs")
+    for words in what_was_compared(configs[0]).values():
+        say(words)
+
+
+def _option(config: Any, key: str) -> Any:
+    """The value under a dotted name; None where there is none."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
 def main(argv: Sequence[str]) -> None:
-    """Command line: one figure of several runs, and where they differ most."""
+    """Command line: one figure of several runs, their final numbers and what they differ in."""
     parser = CommandLine("jax_distill.report")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="figure to write; default RUN/curves.png")
+    parser.add_argument(
+        "--parity",
+        action="store_true",
+        help="the runs should be the same: draw and name their largest relative difference",
+    )
     options = parser.parse_args(argv)
     runs: dict[str, Records] = {}
+    paths: dict[str, Path] = {}
     for path in options.runs:
         records = read_metrics(path / "metrics.jsonl")
         if not records:
-            raise Refusal(f"expected a run folder with metrics.jsonl, got {path}; check the path")
-        name = path.name
-        if (path / "manifest.json").exists():
-            name += f" ({json.loads((path / 'manifest.json').read_text('utf-8'))['backend']})"
-        runs[name if name not in runs else str(path)] = records
+            raise UserError(f"expected a run folder with metrics.jsonl, got {path}; check the path")
+        backend = read_run_manifest(path).get("backend")
+        name = f"{path.name} ({backend})" if backend else path.name
+        name = name if name not in runs else str(path)
+        runs[name], paths[name] = records, path
     out = options.out or options.runs[0] / "curves.png"
     check_new_file(out, "--out", FIGURES)
-    figure = draw(runs) if len(runs) == 1 else draw_comparison(runs)
+    if len(runs) > 1:
+        print_runs(paths, runs)
+    figure = draw_comparison(runs) if options.parity and len(runs) > 1 else draw(runs)
     figure.savefig(out, dpi=110)
     say(f"wrote {out}")
     if len(runs) == 1 and (options.runs[0] / "summary.json").exists():
-        summary = json.loads((options.runs[0] / "summary.json").read_text("utf-8"))
-        say(f"wrote {write_report(options.runs[0], summary)}")
+        say(f"wrote {write_report(options.runs[0], read_summary(options.runs[0]))}")
     (first_name, first), *others = runs.items()
-    for name, records in others:
+    for name, records in others if options.parity else ():
         say(compared(first_name, name, largest_difference(first, records)))
 
 

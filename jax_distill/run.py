@@ -6,114 +6,162 @@
                  tensorboard/    the same numbers
                  summary.json    what came out
                  report.html, checkpoints/, export/
+                 student/        what training began with
+
+The layout has a version (RUN_FORMAT); later versions of the program read it.
 
 One process writes a run folder at a time: a lock names the one that has it.
 """
 
 import contextlib
-import fcntl
-import importlib.metadata
 import json
 import math
 import os
 import platform
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Self
 
-import yaml
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from jax_distill.config import Config, Failure, Refusal, as_dict, save
+from jax_distill.base.errors import RunError, UserError, shown
+from jax_distill.base.files import (
+    Lock,
+    exists,
+    finite_json,
+    write_json,
+    write_text,
+)
+from jax_distill.base.json_object import BAD_JSON, json_problem, read_json_object
+from jax_distill.base.versions import git_revision, versions
+from jax_distill.config import Config, as_dict, flatten, read_mapping, save
 
-PACKAGES = (
-    "jax-distill jax jaxlib flax optax orbax-checkpoint tensorstore grain numpy tokenizers "
-    "safetensors gguf scipy torch transformers"
-).split()
-
-# What may change between a run and its resumption: nothing that moves a number.
-# What the rows and targets come from is known by the store's fingerprint, wherever it lies.
+# What may change between a run and its resumption: nothing that moves a number, beyond rounding.
+# What the rows and targets come from is known by the cache's fingerprint, wherever it lies.
 FREE_FIELDS = (
     "output_dir",
     "teacher.path",
     "data.path",
     "cache.path",
+    "optimizer.offload",
     "train.log_every",
     "train.eval_every",
     "train.save_every",
     "train.keep",
+    "train.resume_step",
     "train.profile_steps",
     "train.ce_baseline",
     "teacher.batch_size",
+    "teacher.beyond_context",
 )
+LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 
 
+STUDENT_FOLDER = "student"  # what training began with: config.json, tokenizer, maybe weights
+RUN_FORMAT = 2  # of manifest.json, metrics.jsonl and checkpoints/
 WHOLE_CHECKPOINT = re.compile(r"\d+|step_\d+\.pt")  # Orbax's, torch_ref's
 
 
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that numbers depend on, and Python's own."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl: each a `step`, larger than the one before, and numbers by
+    name, null where one was not finite. A last line without its end was torn by a kill and is left
+    out.
 
-
-def git_revision() -> str | None:
-    """The revision this package runs from (with `-dirty` where files differ), outside git None."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():  # installed, maybe in an environment inside another repository
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    command += ["--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None if result.returncode == 0 else None
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all; a number that is not finite becomes null."""
-    text = json.dumps(_finite(content), indent=2, allow_nan=False)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    if isinstance(content, float) and not math.isfinite(content):
-        return None
-    return content
-
-
-def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl; a last line torn by a kill is left out."""
-    if not path.exists():
+    Raises:
+        UserError: damage anywhere else, by line. Nothing may be rewritten then: the file is the
+            run's history.
+    """
+    if not exists(path):
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    try:
+        *lines, torn = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(
+            f"expected {path} to be a readable file, got {error.strerror}; restore it"
+        ) from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        record, problem = _record(line, after=records[-1]["step"] if records else -1)
+        if problem:
+            raise UserError(
+                f"{path}:{number}: expected a record of metrics, got {problem}; "
+                "restore the file, or delete the line"
+            )
+        records.append(record)
+    record, problem = _record(torn, after=records[-1]["step"] if records else -1)
+    return records if problem else [*records, record]
+
+
+def _record(line: bytes, *, after: int) -> tuple[dict[str, Any], str]:
+    """(a record of metrics.jsonl, what is wrong with it or '')."""
+    try:
+        record = json.loads(line.decode())
+    except BAD_JSON as error:
+        return {}, json_problem(error)
+    if not isinstance(record, dict) or not is_whole(record.get("step")):
+        return {}, shown(record)
+    if record["step"] <= after:
+        return {}, f"step {record['step']} after step {after}"
+    for key, value in record.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            return {}, f"{key} {shown(value)}"
+    return record, ""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value of a JSON file is an int, which true and false are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_run_manifest(run: Path) -> dict[str, Any]:
+    """manifest.json of a run folder; {} where there is none.
+
+    Raises:
+        UserError: no JSON object, or a value that the program reads is of another type.
+    """
+    types = {"run_format": int, "backend": str, "cache": str, "seconds_before": int | float}
+    return _read_typed(run / "manifest.json", "manifest", types)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """summary.json of a run folder; {} where there is none. `test` is a table: rows by name, in
+    them numbers by name.
+
+    Raises:
+        UserError: no JSON object, or not of that form.
+    """
+    path = run / "summary.json"
+    summary = _read_typed(path, "summary", {"test": dict, "steps": int})
+    for name, row in (summary.get("test") or {}).items():
+        is_row = isinstance(row, dict)
+        if not is_row or not all(isinstance(value, int | float | None) for value in row.values()):
+            raise UserError(
+                f"expected numbers in test.{name} of the summary {path}, got {shown(row)}; "
+                "restore or delete the file"
+            )
+    return summary
+
+
+def _read_typed(path: Path, what: str, types: dict[str, Any]) -> dict[str, Any]:
+    content = (
+        read_json_object(path, what=f"{what} of a run", cure="restore or delete the file")
+        if exists(path)
+        else {}
+    )
+    for key, kind in types.items():
+        value = content.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            name = getattr(kind, "__name__", str(kind))
+            raise UserError(
+                f"expected {key} in the {what} {path} as {name}, got {shown(value)}; "
+                "restore or delete the file"
+            )
+    return content
 
 
 class Metrics:
@@ -126,9 +174,7 @@ class Metrics:
         with self._disk_errors():
             board.mkdir(parents=True, exist_ok=True)
             kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
-            temporary = folder / ".metrics.jsonl.tmp"
-            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
-            os.replace(temporary, path)
+            write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
             self._file: IO[str] = open(path, "a", encoding="utf-8")
             # Not SummaryWriter: its thread would meet a full disk where nobody can catch it.
             self._board = EventsWriter(str(board / "events"))
@@ -139,9 +185,9 @@ class Metrics:
         """One record. A number that is not finite is null in the file.
 
         Raises:
-            Failure: the disk would not take it.
+            RunError: the disk would not take it.
         """
-        line = json.dumps(_finite({"step": step, **values}), allow_nan=False)
+        line = json.dumps(finite_json({"step": step, **values}), allow_nan=False)
         now = time.time()
         with self._disk_errors():
             self._file.write(line + "\n")
@@ -157,9 +203,9 @@ class Metrics:
         try:
             yield
         except OSError as error:
-            raise Failure(
+            raise RunError(
                 f"expected to write metrics into {self._folder}, got {error.strerror}; "
-                "make room there, and the same command goes on"
+                "make room there, and re-run the same command to resume"
             ) from None
 
     def __enter__(self) -> Self:
@@ -178,39 +224,22 @@ class Run:
         """Create or reopen `config.output_dir`.
 
         Raises:
-            Refusal: another process has it, or it was begun with another configuration or by the
+            UserError: another process has it, or it was begun with another configuration or by the
                 other backend, which cannot read its checkpoints.
         """
         self.path = Path(config.output_dir)
         self.started = time.time()
+        self._lock = Lock(self.path / ".lock", f"output_dir {self.path}")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+", encoding="utf-8")
-        except OSError as error:
-            raise Refusal(
-                f"expected a writable output_dir, got {self.path} ({error.strerror})"
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
-            self._lock.close()
-            raise Refusal(
-                f"{self.path} is in use by {owner}; wait for it, or set another --output_dir"
-            ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {platform.node()}")
-        self._lock.flush()
-        try:
-            self._before = self._read_manifest()
+            self._before = read_run_manifest(self.path)
             self._check_same(config, backend)
-        except Refusal:
-            self._lock.close()
+        except BaseException:
+            self._lock.release()
             raise
         self._seconds_before = self._seconds_of_earlier_commands()
         save(config, self.path / "config.yaml")
         self._manifest = {
+            "run_format": RUN_FORMAT,
             "backend": backend,
             "command": sys.argv,
             "host": platform.node(),
@@ -218,39 +247,35 @@ class Run:
             "seconds_before": self._seconds_before,
             "git_revision": git_revision(),
             "versions": versions(),
-            "store": self._before.get("store"),
+            "cache": self._before.get("cache"),
         }
         write_json(self.path / "manifest.json", self._manifest)
 
     @property
     def trained(self) -> bool:
-        """Whether there is a whole checkpoint to go on from (either backend's)."""
+        """Whether there is a whole checkpoint to resume from (either backend's)."""
         folder = self.path / "checkpoints"
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return any(WHOLE_CHECKPOINT.fullmatch(name) for name in names)
 
-    def use_store(self, fingerprint: str) -> None:
-        """Note which store the run trains on; a run that was begun on another is refused.
+    def use_cache(self, fingerprint: str) -> None:
+        """Note which cache the run trains on; a run that was begun on another is refused.
 
         Raises:
-            Refusal: there are checkpoints of training on other rows or targets.
+            UserError: there are checkpoints of training on other rows or targets.
         """
-        before = self._before.get("store")
+        before = self._before.get("cache")
         if self.trained and before not in (None, fingerprint):
-            raise Refusal(
-                f"{self.path} was begun on the store {before[:12]}…, got {fingerprint[:12]}…; "
-                "give that store back, or set another --output_dir for another run"
+            raise UserError(
+                f"{self.path} was begun on the cache {before[:12]}…, got {fingerprint[:12]}…; "
+                "give that cache back, or set another --output_dir for another run"
             )
-        self._manifest["store"] = fingerprint
+        self._manifest["cache"] = fingerprint
         write_json(self.path / "manifest.json", self._manifest)
-
-    def _read_manifest(self) -> dict[str, Any]:
-        path = self.path / "manifest.json"
-        return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
     @property
     def seconds(self) -> float:
-        """Wall time of this command and of the killed or stopped ones that it goes on from."""
+        """Wall time of this command and of the killed or stopped ones that it resumes."""
         return self._seconds_before + time.time() - self.started
 
     def _seconds_of_earlier_commands(self) -> float:
@@ -260,130 +285,58 @@ class Run:
         begin = last = (self.path / "manifest.json").stat().st_mtime
         for wrote in ("summary.json", "**/metrics.jsonl", "**/checkpoints", "cache/*/commits"):
             last = max([last, *(path.stat().st_mtime for path in self.path.glob(wrote))])
-        return self._before.get("seconds_before", 0.0) + last - begin
+        return (self._before.get("seconds_before") or 0.0) + last - begin
 
     def _check_same(self, config: Config, backend: str) -> None:
         path = self.path / "config.yaml"
-        if not self.trained or not path.exists():
+        if not self.trained:
             return
+        version = self._before.get("run_format", 1)
+        if version != RUN_FORMAT:
+            raise UserError(
+                f"expected a run folder of format {RUN_FORMAT} at {self.path}, got {version}; "
+                "set another --output_dir, and start from this run's export/ as student.path"
+            )
         begun = self._before.get("backend", backend)
         if begun != backend:
-            raise Refusal(
+            raise UserError(
                 f"{self.path} was begun by the {begun} backend, got {backend}; "
-                "go on with that one, or set another --output_dir"
+                "continue with that one, or set another --output_dir"
             )
-        now, default = _flatten(as_dict(config)), _flatten(as_dict(Config()))
+        now, default = flatten(as_dict(config)), flatten(as_dict(Config()))
         # A field that is younger than the run had its default.
-        before = default | _flatten(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+        before = default | flatten(read_mapping(path, "the configuration of the run"))
         for key in sorted(before.keys() | now.keys()):
             old, new = before.get(key), now.get(key)
-            longer = key == "train.steps" and config.optimizer.schedule == "constant"
+            length, schedule = key in LENGTH_FIELDS, config.optimizer.schedule
+            longer = length and schedule == "constant"
             if key in FREE_FIELDS or longer or old == new or _same_place(key, old, new):
                 continue
-            raise Refusal(
-                f"{self.path} was begun with {key} {old}, got {new}; "
-                "set another --output_dir for another run"
-            )
+            cure = "set another --output_dir for another run"
+            if length:
+                cure = (
+                    f"its {schedule} schedule is of that length. Once it has finished, go on from "
+                    f"it: --student.path {self.path}/export --output_dir {self.path}_2, or {cure}"
+                )
+            raise UserError(f"{self.path} was begun with {key} {old}, got {new}; {cure}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._lock.close()
+        self._lock.release()
 
 
 def _same_place(key: str, old: Any, new: Any) -> bool:
     """Whether two spellings of a path mean one file or folder."""
     both = isinstance(old, str) and isinstance(new, str)
-    return both and key.endswith("path") and Path(old).resolve() == Path(new).resolve()
+    return both and key.endswith("path") and os.path.realpath(old) == os.path.realpath(new)
 
 
-def _flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-console = Console(highlight=False, soft_wrap=True)
-
-
-def say(line: str) -> None:
-    """One line to the person who runs this, above any progress bar."""
-    console.print(line, markup=False)
-
-
-class Stopped(Exception):
-    """The loop saved its state and ends early because it was told to."""
-
-
-def not_finite(step: int, found: str, rows: Iterable[int], saved: int | None) -> Failure:
+def not_finite(step: int, found: str, rows: Iterable[int], saved: int | None) -> RunError:
     """What there is to say when training has broken down."""
-    return Failure(
+    return RunError(
         f"step {step}: {found}, rows {[int(row) for row in rows]}; "
         f"last checkpoint: step {saved or 0}; "
         "lower optimizer.learning_rate, or look at these rows"
     )
-
-
-class StopSignal:
-    """SIGTERM and SIGINT ask the loop to save and stop after the step at hand."""
-
-    def __init__(self) -> None:
-        self.received = ""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, _: Any) -> None:
-        self.received = signal.Signals(number).name
-        signal.signal(number, self._before[number])  # a second one ends at once
-
-    def __exit__(self, *_: Any) -> None:
-        for number, action in self._before.items():
-            signal.signal(number, action)
-
-
-class StepProgress:
-    """A bar with loss, tokens/s and time left on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, what: str, *, total: int, done: int, tokens_per_step: int) -> None:
-        self._what, self._total, self._first = what, total, done
-        self._tokens = tokens_per_step
-        self._begin = self._last_line = time.monotonic()
-        self._counted = done  # the first step compiles; speed is counted after it
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._bar.add_task(what, total=total, completed=done, note="")
-
-    def update(self, step: int, loss: float | None) -> None:
-        """`step` steps are done; `loss` is the latest one known."""
-        now = time.monotonic()
-        speed = (step - self._counted) * self._tokens / max(now - self._begin, 1e-9)
-        if self._counted == self._first:
-            self._begin, self._counted = now, step
-        note = f"{speed:,.0f} tokens/s" + ("" if loss is None else f"  loss {loss:.4f}")
-        self._bar.update(self._task, completed=step, note=note)
-        if not console.is_terminal and (now - self._last_line > 10 or step == self._total):
-            self._last_line = now
-            left = (self._total - step) * self._tokens / max(speed, 1e-9)
-            say(f"{self._what} {step}/{self._total}  {note}  {left:,.0f} s left")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.stop()

@@ -11,13 +11,15 @@ import yaml
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jax_distill import run as r
+from jax_distill.base import console
+from jax_distill.base.errors import UserError
 from jax_distill.config import (
     Config,
     FromTeacher,
     OptimizerConfig,
-    Refusal,
     StudentConfig,
     TeacherConfig,
+    TrainConfig,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -30,7 +32,7 @@ def config(tmp_path, **changes) -> Config:
 
 def test_a_second_process_is_refused_while_the_first_has_the_folder(tmp_path):
     with r.Run(config(tmp_path), backend="jax"):
-        with pytest.raises(Refusal, match="in use by process"):
+        with pytest.raises(UserError, match="in use by process"):
             r.Run(config(tmp_path), backend="jax")
     with r.Run(config(tmp_path), backend="jax"):
         pass
@@ -46,8 +48,45 @@ def test_another_configuration_is_refused_once_there_are_checkpoints(tmp_path):
         pass
     with r.Run(other, backend="jax") as run:
         (run.path / "checkpoints/3").mkdir()
-    with pytest.raises(Refusal, match="optimizer.learning_rate 0.5, got 0.0001"):
+    with pytest.raises(UserError, match="optimizer.learning_rate 0.5, got 0.0001"):
         r.Run(config(tmp_path), backend="jax")
+
+
+@pytest.mark.parametrize("name, begun, wanted", [("steps", 12, 20), ("epochs", 1.0, 2.5)])
+def test_more_steps_under_a_schedule_are_refused_with_the_way_to_go_on(
+    tmp_path, name, begun, wanted
+):
+    """A constant rate goes on in the same folder."""
+    for schedule in ("cosine", "constant"):
+        folder = tmp_path / schedule
+        before, after = (
+            dataclasses.replace(
+                config(
+                    tmp_path, output_dir=str(folder), optimizer=OptimizerConfig(schedule=schedule)
+                ),
+                train=TrainConfig(**{name: value}),
+            )
+            for value in (begun, wanted)
+        )
+        with r.Run(before, backend="jax"):
+            (folder / "checkpoints/4").mkdir(parents=True)
+        if schedule == "constant":
+            with r.Run(after, backend="jax"):
+                pass
+            continue
+        with pytest.raises(UserError) as refused:
+            r.Run(after, backend="jax")
+        said = str(refused.value)
+        assert f"begun with train.{name} {begun}, got {wanted}; its cosine schedule" in said
+        assert f"--student.path {folder}/export --output_dir {folder}_2" in said
+
+
+@pytest.mark.parametrize(
+    "given, rows, steps",
+    [({}, 33, 8), ({"steps": 5}, 33, 5), ({"epochs": 2.5}, 33, 20), ({"epochs": 0.1}, 33, 1)],
+)
+def test_steps_follow_from_the_passes_over_the_cache(given, rows, steps):
+    assert TrainConfig(batch_size=4, **given).total_steps(rows) == steps
 
 
 def test_a_checkpoint_that_was_never_finished_binds_nobody(tmp_path):
@@ -69,7 +108,7 @@ def test_a_run_of_the_other_backend_is_refused_and_left_alone(tmp_path, first, s
         (run.path / "checkpoints").mkdir()
         (run.path / "checkpoints" / saved).touch()
     before = (tmp_path / "run/manifest.json").read_bytes()
-    with pytest.raises(Refusal, match=f"begun by the {first} backend, got {second}"):
+    with pytest.raises(UserError, match=f"begun by the {first} backend, got {second}"):
         r.Run(config(tmp_path), backend=second)
     assert (tmp_path / "run/manifest.json").read_bytes() == before
 
@@ -98,26 +137,26 @@ def test_a_moved_run_and_a_field_younger_than_it_do_not_hinder(tmp_path, monkeyp
     unclipped = dataclasses.replace(moved, optimizer=OptimizerConfig(clip_norm=None))
     del old["optimizer"]["name"]
     (tmp_path / "moved/config.yaml").write_text(yaml.safe_dump(old))
-    with pytest.raises(Refusal, match="clip_norm 1.0, got None"):
+    with pytest.raises(UserError, match="clip_norm 1.0, got None"):
         r.Run(unclipped, backend="jax")
 
 
-def test_another_store_is_refused_once_there_are_checkpoints(tmp_path):
+def test_another_cache_is_refused_once_there_are_checkpoints(tmp_path):
     with r.Run(config(tmp_path), backend="jax") as run:
-        run.use_store("a" * 64)
+        run.use_cache("a" * 64)
     with r.Run(config(tmp_path), backend="jax") as run:
-        run.use_store("b" * 64)  # nothing was trained yet
+        run.use_cache("b" * 64)  # nothing was trained yet
         (run.path / "checkpoints/3").mkdir(parents=True)
     with r.Run(config(tmp_path), backend="jax") as run:
-        with pytest.raises(Refusal, match="begun on the store bbbb.*got aaaa"):
-            run.use_store("a" * 64)
-        run.use_store("b" * 64)
+        with pytest.raises(UserError, match="begun on the cache bbbb.*got aaaa"):
+            run.use_cache("a" * 64)
+        run.use_cache("b" * 64)
 
 
 def test_progress_leaves_the_compiling_first_step_out(monkeypatch, capsys):
     clock = iter([0.0, 100.0, 112.0])
-    monkeypatch.setattr(r.time, "monotonic", lambda: next(clock))
-    progress = r.StepProgress("student", total=3, done=0, tokens_per_step=60)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    progress = console.StepProgress("student", total=3, done=0, tokens_per_step=60)
     progress.update(1, 2.0)
     progress.update(2, 1.5)
     last = capsys.readouterr().out.strip().splitlines()[-1]
@@ -135,6 +174,79 @@ def test_metrics_have_every_step_once_after_a_kill(tmp_path):
             metrics.log(step, {"loss": float(-step)})
     records = r.read_metrics(tmp_path / "metrics.jsonl")
     assert [(x["step"], x["loss"]) for x in records] == [(1, 1.0), (2, 2.0), (3, -3.0), (4, -4.0)]
+
+
+@pytest.mark.parametrize(
+    ("line", "damaged", "problem"),
+    [
+        (1, b'\xff"step": 1, "loss": 1.0}', "no UTF-8"),
+        (2, b'{"step": 2, "loss": 2.0', "Expecting"),
+        (2, b"", "Expecting"),
+        (2, b"[2]", r"\[2\]"),
+        (2, b"[" * 100_000, "nested too deeply"),
+        (2, b'{"loss": 2.0}', "loss"),
+        (2, b'{"step": 2.0}', "step"),
+        (2, b'{"step": true}', "step"),
+        (2, b'{"step": 1, "loss": 2.0}', "step 1 after step 1"),
+        (2, b'{"step": 2, "loss": "2.0"}', "loss '2.0'"),
+        (2, b'{"step": 2, "loss": {}}', "loss {}"),
+        (3, b'{"step": 3, "lo', "Unterminated"),  # ended by a newline: no kill tears so
+    ],
+)
+def test_damaged_metrics_are_refused_by_line_and_left_as_they_are(tmp_path, line, damaged, problem):
+    lines = [b'{"step": %d, "loss": %d.0}' % (step, step) for step in (1, 2, 3)]
+    lines[line - 1] = damaged
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(each + b"\n" for each in lines))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=f"{path}:{line}: expected a record.*{problem}") as caught:
+        r.Metrics(tmp_path, resume_step=3)
+    assert "\n" not in str(caught.value) and path.read_bytes() == before
+
+
+def test_a_last_record_without_its_newline_is_kept_where_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": null}')
+    assert [record["step"] for record in r.read_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"[]", b"\xff", b"{" * 10_000, b'{"backend": 1}', b'{"run_format": "2"}',
+                b'{"cache": [1]}', b'{"seconds_before": "1"}', b'{"run_format": true}'],
+)  # fmt: skip
+def test_a_damaged_manifest_is_refused_by_name_and_left_alone(tmp_path, damaged):
+    with r.Run(config(tmp_path), backend="jax") as run:
+        (run.path / "checkpoints/3").mkdir(parents=True)
+    path = tmp_path / "run/manifest.json"
+    path.write_bytes(damaged)
+    for _ in range(2):  # the lock is free again
+        with pytest.raises(UserError, match=f"the manifest .*{path}"):
+            r.Run(config(tmp_path), backend="jax")
+    assert path.read_bytes() == damaged
+
+
+def test_a_damaged_or_missing_configuration_of_a_run_is_refused_by_name(tmp_path):
+    with r.Run(config(tmp_path), backend="jax") as run:
+        (run.path / "checkpoints/3").mkdir(parents=True)
+    path = tmp_path / "run/config.yaml"
+    for damaged in (b"\xff", b"- 1", b"seed: [", b"seed: &a 0", b"seed: 2020-13-45", None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        with pytest.raises(
+            UserError, match=str(path) if damaged != b"seed: 2020-13-45" else "seed"
+        ):
+            r.Run(config(tmp_path), backend="jax")
+
+
+def test_a_summary_is_read_with_its_types(tmp_path):
+    path = tmp_path / "summary.json"
+    assert r.read_summary(tmp_path) == {}
+    path.write_text('{"steps": 3, "test": {"student": {"kl": 0.5, "perplexity": null}}}')
+    assert r.read_summary(tmp_path)["test"]["student"]["kl"] == 0.5
+    for bad in ("[]", '{"steps": "3"}', '{"test": 1}', '{"test": {"a": 1}}',
+                '{"test": {"a": {"kl": []}}}'):  # fmt: skip
+        path.write_text(bad)
+        with pytest.raises(UserError, match=f"summary .*{path}"):
+            r.read_summary(tmp_path)
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

@@ -13,77 +13,65 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jax_distill import hf
-from jax_distill.cache import Store, vocabulary_conflict
-from jax_distill.config import (
-    STUDENT_MARKS,
-    CommandLine,
-    Config,
-    Refusal,
-    above_zero,
-    check_new_folder,
-    find_path,
-    new_folder,
-    run_command,
-)
+from jax_distill import hf, model_folder
+from jax_distill.base.command import CommandLine, above_zero, run_command
+from jax_distill.base.console import say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import find_path, sha256_of, write_json
+from jax_distill.base.json_object import read_json_object
+from jax_distill.cache import Cache, teacher_fingerprint, vocabulary_conflict
+from jax_distill.config import Config
 from jax_distill.data import vocabulary_of
-from jax_distill.hf.weights import weight_files
-from jax_distill.model import ModelConfig
-from jax_distill.run import say
-from jax_distill.teacher import tokenizer_folder
+from jax_distill.hf.locate import Architecture, find_architecture
+from jax_distill.hf.tensor_files import INDEX, opened, weight_files, weights_written
+from jax_distill.model import ModelConfig, count_parameters
+from jax_distill.model_folder import (
+    STUDENT_MARKS,
+    check_new_folder,
+    collect_text_files,
+    copy_tokenizer,
+    new_folder,
+    text_files,
+    write_config,
+)
+from jax_distill.run import STUDENT_FOLDER
+from jax_distill.teacher.caches import tokenizer_folder
 
-STUDENT_FOLDER = "student"  # in the run folder: what training began with
 LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+# In a cut folder: what it was cut from and how, and the sha256 of each file as it was written.
+RECORD = "student_cut.json"
+FORM = 1  # of a cut; one of an older form is made again
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Numbers in the weights; a tied head counts once."""
-    return sum(math.prod(slot.shape) for slot in hf.weight_table(config).values())
-
-
-def layers_for(config: ModelConfig, parameters: int) -> list[int]:
-    """The most layers that fit into `parameters`; the ones that leave stand in the middle.
-
-    The first and last layers matter most: on SmolLM2-135M dropping 6 of 30 in the middle starts at
-    KL 0.98, keeping every third at 12.4.
+def planned_architecture(config: Config) -> Architecture:
+    """The student's before its weights exist: of its own config.json, or cut from its teacher's.
 
     Raises:
-        Refusal: not even two layers fit; says the smallest size that does.
+        UserError: no config.json at hand, nothing to cut from.
     """
-    table = hf.weight_table(config)
-    layer = sum(math.prod(slot.shape) for slot in table.values() if slot.layer == 0)
-    outside = count_parameters(config) - layer * config.num_hidden_layers
-    keep = min((parameters - outside) // layer, config.num_hidden_layers)
-    if keep < 2:
-        raise Refusal(
-            f"expected student.from_teacher.parameters of {outside + 2 * layer:,} at least "
-            f"(embeddings and two layers), got {parameters:,}"
-        )
-    first = (keep + 1) // 2
-    last = config.num_hidden_layers - (keep - first)
-    return [*range(first), *range(last, config.num_hidden_layers)]
+    cut = config.student.from_teacher
+    if cut is None:
+        return find_architecture(config.student.path, "student.path")
+    if not config.teacher.path:
+        raise UserError("expected teacher.path for student.from_teacher, got none; name a teacher")
+    model, vocab_size = find_architecture(config.teacher.path, "teacher.path")
+    layers = kept_layers(model, layers=cut.layers, parameters=cut.parameters)
+    return Architecture(model.with_layers(layers), vocab_size)
 
 
 def kept_layers(
     config: ModelConfig, *, layers: Sequence[int] | None, parameters: int | None
 ) -> list[int]:
-    """The teacher's layers that a student keeps: those named, or as many as `parameters` allow.
-
-    Raises:
-        Refusal: not exactly one of layers and parameters; a layer the teacher lacks.
-    """
-    if (layers is None) == (parameters is None):
-        raise Refusal("expected one of student.from_teacher.layers and .parameters; set one")
-    if layers is None:
-        return layers_for(config, parameters or 0)
+    """The teacher's layers that a student keeps; raises as `model_folder.kept_layers` does."""
     depth = config.num_hidden_layers
-    wrong = [x for x in layers if not 0 <= x < depth]
-    if wrong or sorted(set(layers)) != list(layers):
-        raise Refusal(f"expected layers from 0 to {depth - 1}, rising, got {list(layers)}")
-    return list(layers)
+    slots = hf.weight_table(config).values()
+    layer = sum(math.prod(slot.shape) for slot in slots if slot.layer == 0)
+    outside = count_parameters(config) - layer * depth
+    return model_folder.kept_layers(
+        depth, layers=layers, parameters=parameters, layer=layer, outside=outside
+    )
 
 
 def make_student(
@@ -91,32 +79,56 @@ def make_student(
 ) -> Path:
     """Write the student's HF folder: the kept layers renumbered, tensors as they were, bit by bit.
 
-    One file's tensors are in memory at a time. An `out` that is finished is left as it is; it
-    appears whole or not at all. Raises Refusal as `kept_layers` and `new_folder` do.
+    One file's tensors are in memory at a time. An `out` that was cut like this from this very
+    teacher, and whose files are as they were written, is kept; else it is written again, whole or
+    not at all. A line says which. Raises UserError as `kept_layers` and `new_folder` do.
     """
     raw = hf.read_config(teacher)
-    layers = kept_layers(hf.model_config(raw), layers=layers, parameters=parameters)
-    student = {**raw, "num_hidden_layers": len(layers)}
-    if raw.get("layer_types"):
-        student["layer_types"] = [raw["layer_types"][x] for x in layers]
-    text = json.dumps(student, indent=2) + "\n"
-    card = student_card(str(teacher), layers)
-    guard: dict[str, Any] = {
-        "marks": STUDENT_MARKS,
-        "apart": [teacher],
-        "names": text_files(teacher),
-    }
+    config = hf.model_config(raw)
+    layers = kept_layers(config, layers=layers, parameters=parameters)
+    names = text_files(teacher)
+    guard: dict[str, Any] = {"marks": STUDENT_MARKS, "apart": [teacher], "names": names}
     check_new_folder(out, **guard)
-    if _reads(out / "config.json") == text and _reads(out / "README.md") == card:
-        return out
+    source = {
+        "form": FORM,
+        "layers": layers,
+        "teacher": teacher_fingerprint(teacher),
+        "text_files": {name: sha256_of(teacher / name) for name in names},
+    }
+    size = f"{len(layers)} layers of {teacher}"
+    if (out / RECORD).is_file():
+        record = read_json_object(out / RECORD, cure="delete the folder")
+        if record.get("source") == source and not changed_files(out):
+            say(f"kept {out}: {size}, cut before")
+            return out
     with new_folder(out, **guard) as partial:
         copy_tokenizer(teacher, partial)
         weights = weight_files(teacher)
         if weights:
             _copy_weights(weights, partial, {old: new for new, old in enumerate(layers)})
-        (partial / "config.json").write_text(text, "utf-8")
-        (partial / "README.md").write_text(card, "utf-8")
+        changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+        if raw.get("layer_types") or len(config.kinds) > 1:  # by their old numbers
+            changes["layer_types"] = list(config.with_layers(layers).layer_types)
+        write_config(teacher, partial, **changes)
+        (partial / "README.md").write_text(student_card(str(teacher), layers), "utf-8")
+        files = {path.name: sha256_of(path) for path in sorted(partial.iterdir())}
+        write_json(partial / RECORD, {"source": source, "files": files})
+    say(f"wrote {out}: {size}")
     return out
+
+
+def changed_files(folder: Path) -> list[str]:
+    """Names of a cut folder's files that are not as they were written; [] without a record."""
+    if not (folder / RECORD).is_file():
+        return []
+    files = read_json_object(folder / RECORD, cure="delete the folder").get("files")
+    if not isinstance(files, dict) or "config.json" not in files:
+        return [RECORD]
+    return sorted(
+        name
+        for name, digest in files.items()
+        if not (folder / name).is_file() or sha256_of(folder / name) != digest
+    )
 
 
 def student_card(teacher: str, layers: Sequence[int]) -> str:
@@ -124,10 +136,6 @@ def student_card(teacher: str, layers: Sequence[int]) -> str:
     kept = ", ".join(map(str, layers))
     what = f"Layers {kept} of `{teacher}`, cut by jax_distill.student."
     return f"# A student before training\n\n{what}\n"
-
-
-def _reads(path: Path) -> str | None:
-    return path.read_text("utf-8") if path.is_file() else None
 
 
 def _copy_weights(weights: dict[str, Path], out: Path, renumbered: dict[int, int]) -> None:
@@ -141,30 +149,13 @@ def _copy_weights(weights: dict[str, Path], out: Path, renumbered: dict[int, int
     index = {}
     for number, (path, names) in enumerate(kept.items(), 1):
         file = f"model-{number:05d}-of-{len(kept):05d}.safetensors"
-        with safe_open(path, framework="numpy") as tensors:
+        with opened(path) as tensors:
             part = {new: np.asarray(tensors.get_tensor(old)) for old, new in names.items()}
         index.update(dict.fromkeys(part, file))
-        save_file(part, out / file, metadata={"format": "pt"})
+        with weights_written(out / file) as target:
+            save_file(part, target, metadata={"format": "pt"})
     listing = {"metadata": {}, "weight_map": index}
-    (out / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2), "utf-8")
-
-
-def text_files(folder: Path) -> list[str]:
-    """Names of what an HF folder holds besides weights and config.json: tokenizer, chat template,
-    generation config."""
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.suffix in (".json", ".jinja", ".txt", ".model")
-        and path.name != "config.json"
-        and not path.name.endswith(".index.json")
-    )
-
-
-def copy_tokenizer(source: Path, out: Path) -> None:
-    """The text files of an HF folder, unchanged."""
-    for name in text_files(source):
-        shutil.copyfile(source / name, out / name)
+    (out / INDEX).write_text(json.dumps(listing, indent=2), "utf-8")
 
 
 def prepare(
@@ -172,48 +163,62 @@ def prepare(
 ) -> tuple[Path, Path]:
     """(folder of the first weights, `<run>/student`): the latter has at least the student's
     config.json and tokenizer, so that the run folder alone can be exported. What a run that has
-    `trained` began with is left as it is."""
+    `trained` began with is left as it is, and refused where it is damaged.
+
+    Raises:
+        UserError: see `make_student`, `check_tokenizers` and `collect_text_files`.
+    """
     inside = run / STUDENT_FOLDER
     if config.student.from_teacher is None:
-        start = hf.local_folder(find_path(config.student.path))
+        start = hf.local_folder(find_path(config.student.path), key="student.path")
+        hf.model_config(hf.read_config(start))
+        if start.resolve() == inside.resolve():
+            return start, inside
+        text = tokenizer_folder(config, teacher_folder)
+        text = text.parent if text.name == "tokenizer.json" else text
+        check_tokenizers(start, text)
         inside.mkdir(exist_ok=True)
-        if not (start / "tokenizer.json").exists():
-            copy_tokenizer(tokenizer_folder(config, teacher_folder), inside)
-        copy_tokenizer(start, inside)
-        if teacher_folder is not None:
-            check_tokenizers(inside, tokenizer_folder(config, teacher_folder))
+        collect_text_files(start, text, inside)
         shutil.copyfile(start / "config.json", inside / "config.json")
         return start, inside
     if trained and (inside / "config.json").is_file():
+        changed = changed_files(inside)
+        if changed:
+            raise UserError(
+                f"expected {inside} as this run began with it, got another {changed[0]}; restore "
+                "it, or set another --output_dir"
+            )
         return inside, inside
     if teacher_folder is None:
-        raise Refusal("expected teacher.path for student.from_teacher, got none; name a teacher")
-    knobs = config.student.from_teacher
-    make_student(teacher_folder, inside, layers=knobs.layers, parameters=knobs.parameters)
+        raise UserError("expected teacher.path for student.from_teacher, got none; name a teacher")
+    cut = config.student.from_teacher
+    make_student(teacher_folder, inside, layers=cut.layers, parameters=cut.parameters)
     return inside, inside
 
 
 def check_tokenizers(student_folder: Path, text_folder: Path) -> None:
     """Refuse, before the teacher runs, a student that reads the text's ids differently."""
-    conflict = vocabulary_conflict(vocabulary_of(text_folder), vocabulary_of(student_folder))
+    conflict = student_folder.resolve() != text_folder.resolve() and vocabulary_conflict(
+        vocabulary_of(text_folder), vocabulary_of(student_folder)
+    )
     if conflict:
-        first, wanted, got = conflict
-        raise Refusal(
-            f"expected the student's tokenizer to give id {first} to {wanted!r} as the teacher's "
+        first, expected, got = conflict
+        raise UserError(
+            f"expected the student's tokenizer to give id {first} to {expected!r} as the teacher's "
             f"does, got {got!r}; use the teacher's tokenizer"
         )
 
 
-def vocabulary_size(folder: Path, store: Store) -> int:
-    """Real columns of the student's head, and one line where either side lacks ids of the other;
-    raises as `Store.student_length` does."""
-    columns = hf.model_config(hf.read_config(folder)).vocab_size
-    length = store.student_length(columns, vocabulary_of(folder), str(folder))
-    if length < store.manifest.vocab_size:
-        say(f"the student lacks ids {length}…{store.manifest.vocab_size - 1}: they join the tail")
-    elif length > store.manifest.vocab_size:
-        say(f"the teacher lacks ids {store.manifest.vocab_size}…{length - 1}: they join the tail")
-    return min(length, columns)
+def vocabulary_size(folder: Path, cache: Cache) -> int:
+    """The student's vocab_size without padding; one line where either side lacks ids of the other.
+    Raises as `Cache.student_length` does."""
+    head_rows = hf.model_config(hf.read_config(folder)).vocab_size
+    length = cache.student_length(head_rows, vocabulary_of(folder), str(folder))
+    if length < cache.manifest.vocab_size:
+        say(f"the student lacks ids {length}…{cache.manifest.vocab_size - 1}: they join the tail")
+    elif length > cache.manifest.vocab_size:
+        say(f"the teacher lacks ids {cache.manifest.vocab_size}…{length - 1}: they join the tail")
+    return min(length, head_rows)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -230,13 +235,13 @@ def main(argv: Sequence[str]) -> None:
         try:
             layers = [int(x) for x in options.layers.split(",")]
         except ValueError:
-            raise Refusal(
+            raise UserError(
                 f"expected --layers as numbers like 0,5, got {options.layers}; write them so"
             ) from None
-    teacher = hf.local_folder(find_path(options.teacher))
+    teacher = hf.local_folder(find_path(options.teacher), key="--teacher")
     out = make_student(teacher, Path(options.out), layers=layers, parameters=options.parameters)
     config = hf.model_config(hf.read_config(out))
-    say(f"wrote {out}: {config.num_hidden_layers} layers, {count_parameters(config):,} parameters")
+    say(f"{out} has {count_parameters(config):,} parameters")
 
 
 if __name__ == "__main__":

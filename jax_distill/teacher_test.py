@@ -1,9 +1,10 @@
-"""The teacher pass: stores hold what the model says, rows stay apart, and nothing is made twice."""
+"""The teacher pass: caches hold what the model says, rows stay apart, and nothing is made twice."""
 
+import hashlib
 import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,21 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from jax_distill import hf, sharding, teacher
-from jax_distill.cache import Manifest, Store
+from jax_distill import data, distil, hf, sharding, teacher
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.batch import Batch
+from jax_distill.cache import Cache, Location, Manifest, shard_file
 from jax_distill.config import (
     CacheConfig,
     Config,
     DataConfig,
-    Failure,
-    Refusal,
     StudentConfig,
     TeacherConfig,
+    load,
 )
+from jax_distill.hf.architecture import COMMON_KEYS, LLAMA_KEYS
 from jax_distill.model import Decoder, ModelConfig
+from jax_distill.teacher import writing
 
 TEMPERATURES = (1.0, 2.0, 0.5)
 VOCAB, COLUMNS = 300, 320  # the tokenizer's length, and the head's padded width
@@ -48,14 +52,15 @@ def random_model(seed: int = 0, **fields) -> Decoder:
 
 
 @jax.jit
-def _hidden_states(model: Decoder, *place) -> jax.Array:
-    return model.hidden_states(*place).astype(jnp.float32)
+def _hidden_states(model: Decoder, *inputs) -> jax.Array:
+    return model.hidden_states(*inputs).astype(jnp.float32)
 
 
 def hidden_states(model: Decoder, rows) -> np.ndarray:
     """[N,T,D] fp32, rows whole on one device."""
-    place = (rows[name] for name in ("tokens", "segment_ids", "positions"))
-    return np.asarray(_hidden_states(model, *place))
+    names = ("tokens", "segment_ids", "positions")
+    found = vars(rows) if isinstance(rows, Batch) else rows
+    return np.asarray(_hidden_states(model, *(found[name] for name in names)))
 
 
 def mesh():
@@ -83,9 +88,9 @@ def manifest(length: int, **fields) -> Manifest:
     return Manifest(**{**values, **fields})
 
 
-def write(path: Path, rows, model, wanted: Manifest, **knobs) -> Store:
-    knobs = {"batch_size": 8, "chunk_size": 16, "mesh": mesh()} | knobs
-    return teacher.write_store(str(path), wanted, rows, model=model, **knobs)
+def write(path: Path, rows, model, wanted: Manifest, **options) -> Cache:
+    options = {"batch_size": 8, "chunk_size": 16, "mesh": mesh()} | options
+    return teacher.write_cache(str(path), wanted, rows, model=model, **options)
 
 
 def folder_bytes(path: Path) -> dict[str, bytes]:
@@ -108,29 +113,29 @@ def definition(hidden, lm_head, *, vocab_size, top_k, temperature):
     return order[..., :top_k], (top - ranked)[..., :top_k], log_z, log_tail
 
 
-# ---- a store of a model's rows ------------------------------------------------------------------
+# ---- a cache of a model's rows ------------------------------------------------------------------
 
 
-def test_a_store_holds_what_the_model_says(tmp_path):
+def test_a_cache_holds_what_the_model_says(tmp_path):
     rows = single_rows(19, 12)
     model = random_model()
-    store = write(tmp_path, rows, model, manifest(12))
+    cache = write(tmp_path, rows, model, manifest(12))
     hidden = hidden_states(model, rows)
     lm_head = np.asarray(model.lm_head_weight())
     real = rows["segment_ids"] > 0
     for temperature in TEMPERATURES:
-        batch = store.read(range(19), temperature=temperature)
+        batch = cache.read(range(19), temperature=temperature)
         ids, gaps, log_z, log_tail = definition(
             hidden, lm_head, vocab_size=VOCAB, top_k=10, temperature=temperature
         )
-        np.testing.assert_array_equal(batch["teacher_indices"][real], ids[real])
+        np.testing.assert_array_equal(batch.targets.indices[real], ids[real])
         exact = -gaps / temperature - log_z[..., None]
-        np.testing.assert_allclose(batch["teacher_logprobs"][real], exact[real], atol=8e-3)
-        np.testing.assert_allclose(batch["teacher_log_tail"][real], log_tail[real], atol=2e-5)
-        assert (batch["teacher_count"] == np.where(real, 10, 0)).all()
-        assert (batch["teacher_log_tail"][~real] == 0).all()
-        assert (batch["teacher_logprobs"][~real] == -np.inf).all()
-    np.testing.assert_array_equal(batch["mask"], rows["loss_mask"] == 1)
+        np.testing.assert_allclose(batch.targets.logprobs[real], exact[real], atol=8e-3)
+        np.testing.assert_allclose(batch.targets.log_tail[real], log_tail[real], atol=2e-5)
+        assert (batch.targets.count == np.where(real, 10, 0)).all()
+        assert (batch.targets.log_tail[~real] == 0).all()
+        assert (batch.targets.logprobs[~real] == -np.inf).all()
+    np.testing.assert_array_equal(batch.mask, rows["loss_mask"] == 1)
 
 
 def test_a_packed_rows_targets_equal_those_of_its_documents_alone(tmp_path):
@@ -154,15 +159,14 @@ def test_a_packed_rows_targets_equal_those_of_its_documents_alone(tmp_path):
         (0, slice(0, first), slice(0, first)),
         (1, slice(0, second), slice(first, length)),
     ):
-        np.testing.assert_array_equal(
-            a["teacher_indices"][row, here], b["teacher_indices"][0, there]
-        )
-        for name in ("teacher_logprobs", "teacher_log_tail"):
-            np.testing.assert_allclose(a[name][row, here], b[name][0, there], atol=2e-3)
+        np.testing.assert_array_equal(a.targets.indices[row, here], b.targets.indices[0, there])
+        for name in ("logprobs", "log_tail"):
+            ours, theirs = getattr(a.targets, name), getattr(b.targets, name)
+            np.testing.assert_allclose(ours[row, here], theirs[0, there], atol=2e-3)
 
 
 def test_padding_columns_of_the_head_never_teach(tmp_path):
-    """Case 1: 300 words, a head of 320; the store equals that of the head cut to 300."""
+    """Case 1: 300 words, a head of 320; the cache equals that of the head cut to 300."""
     rows = single_rows(8, 12)
     wide = random_model()
     table = wide.embed_tokens.weight[...]
@@ -174,17 +178,17 @@ def test_padding_columns_of_the_head_never_teach(tmp_path):
     cut.lm_head.weight[...] = wide.lm_head.weight[...][:VOCAB]
     a = write(tmp_path / "a", rows, wide, manifest(12)).read(range(8))
     b = write(tmp_path / "b", rows, cut, manifest(12)).read(range(8))
-    assert a["teacher_indices"].max() < VOCAB
-    np.testing.assert_array_equal(a["teacher_indices"], b["teacher_indices"])
-    np.testing.assert_allclose(a["teacher_log_tail"], b["teacher_log_tail"], atol=1e-5)
+    assert a.targets.indices.max() < VOCAB
+    np.testing.assert_array_equal(a.targets.indices, b.targets.indices)
+    np.testing.assert_allclose(a.targets.log_tail, b.targets.log_tail, atol=1e-5)
 
 
-def test_a_resumed_store_is_byte_identical_where_batches_do_not_divide_shards(tmp_path):
+def test_a_resumed_cache_is_byte_identical_where_batches_do_not_divide_shards(tmp_path):
     rows = single_rows(21, 12)
     wanted = manifest(12, shard_rows=5)
     write(tmp_path / "a", rows, random_model(), wanted)
     before = folder_bytes(tmp_path / "a")
-    assert sum(name.startswith("commits/") for name in before) == 5
+    assert sum(name.startswith("commits/0") for name in before) == 5
     write(tmp_path / "b", rows, random_model(), wanted)
     for shard in (0, 3):
         (tmp_path / f"b/commits/{shard:06d}.json").unlink()
@@ -194,24 +198,56 @@ def test_a_resumed_store_is_byte_identical_where_batches_do_not_divide_shards(tm
     assert folder_bytes(tmp_path / "b") == before
 
 
+def test_a_writer_that_holds_the_teacher_up_is_named_once(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    writer = SimpleNamespace(write=lambda *_: None)
+
+    def takes(seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: clock.__setitem__(0, clock[0] + seconds))
+
+    with writing._Background(writer) as background:
+        for shard, waits in enumerate((0.0, 1.0, 5.0, 5.0)):
+            clock[0] += 10.0  # the teacher's own time
+            background._pending = takes(waits)
+            background.write(shard, dict)
+    said = [line for line in capsys.readouterr().out.splitlines() if "bottleneck" in line]
+    assert len(said) == 1 and "the teacher has waited 6.0 of 36.0 s for it" in said[0]
+
+
+def test_no_more_than_the_planned_batches_are_on_the_devices(tmp_path, monkeypatch):
+    """`plan --step teacher` counts AHEAD beside the one at work, over shards' ends too."""
+    given, fetched, most = [], [], []
+    capture, device_get = writing.capture, jax.device_get
+
+    def captured(*words, **options):
+        given.append(capture(*words, **options))
+        most.append(len(given) - len(fetched))
+        return given[-1]
+
+    monkeypatch.setattr(writing, "capture", captured)
+    monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(x) or device_get(x))
+    write(tmp_path, single_rows(40, 12), random_model(), manifest(12, shard_rows=16))
+    assert len(given) == len(fetched) == 5 and max(most) == 1 + teacher.AHEAD
+
+
 def test_a_row_that_is_not_finite_is_named_and_nothing_of_its_shard_counts(tmp_path):
     rows = single_rows(20, 12)
     rows["tokens"][rows["tokens"] == 7] = 8
     rows["tokens"][13, 0], rows["tokens"][15, 0] = 7, 7
     model = random_model()
     model.embed_tokens.weight[...] = model.embed_tokens.weight[...].at[7].set(jnp.nan)
-    with pytest.raises(Failure, match=r"NaN or infinity in 2 rows of .*: 13, 15;"):
+    with pytest.raises(RunError, match=r"NaN or infinity in 2 rows of .*: 13, 15;"):
         write(tmp_path, rows, model, manifest(12))
-    store = Store.open(str(tmp_path))
-    assert sorted(store.commits) == [0]
+    cache = Cache.open(str(tmp_path))
+    assert sorted(cache.commits) == [0]
 
 
-def test_a_store_that_cannot_fit_is_refused_before_the_work(tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(Refusal, match="make room"):
+def test_a_cache_that_cannot_fit_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(Location, "free_bytes", lambda _: 1000)
+    with pytest.raises(UserError, match="make room"):
         write(tmp_path, single_rows(8, 12), random_model(), manifest(12))
-    assert not Store.open(str(tmp_path)).commits
+    assert not Cache.open(str(tmp_path)).commits
 
 
 def test_bf16_teachers_are_stored_from_fp32_logits(tmp_path):
@@ -219,7 +255,7 @@ def test_bf16_teachers_are_stored_from_fp32_logits(tmp_path):
     model = Decoder(
         model_config(), rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16
     )
-    store = write(tmp_path, rows, model, manifest(12))
+    cache = write(tmp_path, rows, model, manifest(12))
     _, _, log_z, _ = definition(
         hidden_states(model, rows),
         np.asarray(model.lm_head_weight().astype(jnp.float32)),
@@ -228,13 +264,13 @@ def test_bf16_teachers_are_stored_from_fp32_logits(tmp_path):
         temperature=1.0,
     )
     real = rows["segment_ids"] > 0
-    top = store.read(range(8))["teacher_logprobs"][..., 0]
+    top = cache.read(range(8)).targets.logprobs[..., 0]
     # Sharded rows round their bf16 hidden states a little otherwise than a whole batch does.
     np.testing.assert_allclose(top[real], -log_z[real], atol=0.1)
     assert np.median(np.abs(top[real] + log_z[real])) < 1e-3
 
 
-# ---- both stores of a configuration -------------------------------------------------------------
+# ---- both caches of a configuration -------------------------------------------------------------
 
 
 def word_tokenizer(folder: Path, words: list[str]) -> None:
@@ -246,17 +282,20 @@ def word_tokenizer(folder: Path, words: list[str]) -> None:
     core.save(str(folder / "tokenizer.json"))
 
 
-def hf_folder(folder: Path, *, seed: int = 0, words: list[str] | None = None) -> Path:
+def hf_folder(
+    folder: Path, *, seed: int = 0, words: list[str] | None = None, **fields: int
+) -> Path:
     word_tokenizer(folder, words or [f"w{i}" for i in range(VOCAB)])
-    config = model_config()
-    raw = {k: v for k, v in asdict(config).items() if k != "rope"} | {
+    config = model_config(**fields)
+    read = COMMON_KEYS | LLAMA_KEYS
+    raw = {k: v for k, v in asdict(config).items() if k in read} | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
         "rope_theta": 10000.0,
     }
     (folder / "config.json").write_text(json.dumps(raw))
-    hf.save_weights(folder, random_model(seed), config)
+    hf.save_weights(folder, random_model(seed, **fields), config)
     return folder
 
 
@@ -287,10 +326,10 @@ def config(tmp_path) -> Config:
     )
 
 
-def test_stores_are_made_once_and_then_found_without_reading_text_or_weights(
+def test_caches_are_made_once_and_then_found_without_reading_text_or_weights(
     config, monkeypatch, capsys
 ):
-    train, heldout = teacher.write_stores(config)
+    train, heldout = teacher.write_caches(config)
     assert train.complete and heldout.complete and heldout.rows > 1
     assert train.manifest.vocab_size == VOCAB and train.manifest.top_k == 8
     assert train.manifest.vocabulary["w7"] == 7
@@ -300,11 +339,11 @@ def test_stores_are_made_once_and_then_found_without_reading_text_or_weights(
     before = folder_bytes(Path(config.cache.path))
 
     def never(*_, **__):
-        raise AssertionError("a finished store needs no work")
+        raise AssertionError("a finished cache needs no work")
 
-    monkeypatch.setattr(teacher.stores.data, "read_documents", never)
-    monkeypatch.setattr(teacher.stores.hf, "load_model", never)
-    again, _ = teacher.write_stores(config)
+    monkeypatch.setattr(teacher.caches.data, "read_documents", never)
+    monkeypatch.setattr(teacher.caches.hf, "load_model", never)
+    again, _ = teacher.write_caches(config)
     assert again.rows == train.rows
     assert folder_bytes(Path(config.cache.path)) == before
     assert "is there" in capsys.readouterr().out
@@ -336,6 +375,10 @@ def change_packing(config: Config) -> Config:
     return replace(config, data=replace(config.data, packing=False))
 
 
+def change_dtype(config: Config) -> Config:
+    return replace(config, teacher=replace(config.teacher, dtype="bfloat16"))
+
+
 def change_top_k(config: Config) -> Config:
     return replace(config, cache=replace(config.cache, top_k=9))
 
@@ -346,16 +389,17 @@ def change_top_k(config: Config) -> Config:
         (change_teacher, "teacher_fingerprint"),
         (change_tokenizer, "tokenizer_fingerprint"),
         (change_text, "data_fingerprint"),
-        (change_packing, "data.packing: stored True, wanted False"),
-        (change_top_k, "top_k: stored 8, wanted 9"),
+        (change_packing, "data.packing: stored True, wanted False; set --data.packing true"),
+        (change_dtype, "teacher_dtype: .*set --teacher.dtype float32, or choose another"),
+        (change_top_k, "top_k: stored 8, wanted 9; set --cache.top_k 8, or choose another"),
     ],
 )
-def test_an_old_store_is_refused_by_the_name_of_what_changed(config, change, named):
+def test_an_old_cache_is_refused_by_the_name_of_what_changed(config, change, named):
     """Case 36."""
-    teacher.write_stores(config)
+    teacher.write_caches(config)
     before = folder_bytes(Path(config.cache.path))
-    with pytest.raises(Refusal, match=named):
-        teacher.write_stores(change(config))
+    with pytest.raises(UserError, match=named):
+        teacher.write_caches(change(config))
     assert folder_bytes(Path(config.cache.path)) == before
 
 
@@ -365,8 +409,8 @@ def test_data_with_a_tokenizer_that_is_not_the_teachers_is_refused(config, tmp_p
     words[3], words[9] = words[9], words[3]
     word_tokenizer(tmp_path / "other", words)
     other = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "other")))
-    with pytest.raises(Refusal, match="id 3 to 'w3' as the teacher's own does, got 'w9'"):
-        teacher.write_stores(other)
+    with pytest.raises(UserError, match="id 3 to 'w3' as the teacher's own does, got 'w9'"):
+        teacher.write_caches(other)
     assert not Path(config.cache.path).exists()
 
 
@@ -375,29 +419,181 @@ def test_ids_beyond_the_teachers_head_are_refused(config):
     line = " ".join(f"w{i}" for i in range(COLUMNS + 5))
     path = Path(str(config.data.path))
     path.write_text(path.read_text() + "\n" + json.dumps({"text": line}))
-    with pytest.raises(Refusal, match=f"ids below {COLUMNS}.*got {COLUMNS + 4}"):
-        teacher.write_stores(config)
+    with pytest.raises(UserError, match=f"ids from 0 to {COLUMNS - 1}.*got {COLUMNS + 4}"):
+        teacher.write_caches(config)
 
 
-def test_without_a_teacher_the_stores_hold_rows_alone(config):
-    train, heldout = teacher.write_stores(replace(config, teacher=TeacherConfig()))
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**32 + 5, True, "7"])
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_special_id_that_is_no_id_of_the_vocabulary_is_refused_by_name(config, name, wrong):
+    file = Path(config.teacher.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {f"{name}_token_id": wrong}))
+    with pytest.raises(UserError, match=f"{name}_token_id to be ids from 0 to 299, got '?{wrong}"):
+        teacher.write_caches(config)
+    assert not Path(config.cache.path).exists()
+
+
+def test_a_damaged_cache_is_refused_before_it_is_used(config):
+    """Two shard files swapped: each would read, at the wrong rows."""
+    cache, _ = teacher.write_caches(config)
+    first, second = (
+        Path(cache.path) / shard_file(cache.manifest, "teacher_indices", shard) for shard in (0, 1)
+    )
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    with pytest.raises(RunError, match=r"teacher_indices/c/0/0/0 \(rows 0 to 15\)"):
+        teacher.write_caches(config)
+
+
+def test_without_a_teacher_the_caches_hold_rows_alone(config):
+    train, heldout = teacher.write_caches(replace(config, teacher=TeacherConfig()))
     assert train.manifest.top_k == 0 and heldout.complete
-    assert "teacher_logprobs" not in train.read([0])
+    assert train.read([0]).targets is None
     assert not list(Path(config.cache.path).rglob("teacher_*"))
 
 
 def test_a_tokenizer_is_trained_on_the_text_once(config):
     bpe = replace(config.data, tokenizer="bpe:280", format="jsonl")
     bare = replace(config, data=bpe, teacher=TeacherConfig())
-    train, _ = teacher.write_stores(bare)
+    train, _ = teacher.write_caches(bare)
     folder = teacher.tokenizer_folder(bare, None)
     assert (folder / "tokenizer.json").is_file()
     assert train.manifest.vocab_size <= 280
     stamp = (folder / "tokenizer.json").stat().st_mtime_ns
-    teacher.write_stores(bare)
+    teacher.write_caches(bare)
     assert (folder / "tokenizer.json").stat().st_mtime_ns == stamp
 
 
+def test_rows_are_those_of_the_whole_text_though_less_is_tokenized(config, capsys, monkeypatch):
+    """1,500 documents, of which 9 and 3 rows are wanted: the first of all of them."""
+    text_file(Path(str(config.data.path)), documents=1500)
+    whole = {split: Cache.open(each.path) for split, each in made(config).items()}
+    assert "not read further" not in capsys.readouterr().out
+    monkeypatch.setattr(data.corpus, "_BATCH", 1)  # no more than is asked for
+    few = replace(config.data, max_rows=9, max_heldout_rows=3)
+    cut = made(replace(config, data=few, cache=replace(config.cache, path=f"{config.cache.path}2")))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "documents not read further" in said and "(of the text tokenized)" in said
+    for split, rows in (("train", 9), ("heldout", 3)):
+        first, cache = whole[split].read(range(rows)), cut[split].read(range(cut[split].rows))
+        assert cut[split].rows == rows
+        for name in ("tokens", "segment_ids", "positions", "mask"):
+            np.testing.assert_array_equal(getattr(first, name), getattr(cache, name))
+    counts = cut["train"].manifest.counts
+    assert 9 * 32 <= counts["tokens_in"] < whole["train"].manifest.counts["tokens_in"]
+    assert counts["tokens_in"] == counts["tokens_out"] + counts["tokens_cut"]
+
+
+def made(config: Config) -> dict[str, Cache]:
+    """Both caches of rows alone."""
+    bare = replace(config, teacher=TeacherConfig())
+    return dict(zip(("train", "heldout"), teacher.write_caches(bare), strict=True))
+
+
+def with_context(folder: str, limit: int) -> None:
+    file = Path(folder) / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"max_position_embeddings": limit}))
+
+
+def test_segments_beyond_the_teachers_context_are_refused_before_it_runs(config, monkeypatch):
+    monkeypatch.setattr(teacher.caches.hf, "load_model", None)
+    with_context(config.teacher.path, 31)
+    refused = r"at most 31 tokens, got (\d+) longer .*; lower data.sequence_length to 31, or set "
+    with pytest.raises(UserError, match=refused):
+        teacher.write_caches(config)
+    assert not Path(config.cache.path).exists()
+
+
+def test_segments_beyond_the_teachers_context_are_said_where_they_are_allowed(config, capsys):
+    with_context(config.teacher.path, 31)
+    allowed = replace(config.teacher, beyond_context="allow")
+    assert teacher.write_caches(replace(config, teacher=allowed))[0].complete
+    said = " ".join(capsys.readouterr().out.split())
+    assert "longer than the teacher's max_position_embeddings of 31" in said
+
+
+def test_segments_beyond_the_students_context_are_counted_in_one_line(config, tmp_path, capsys):
+    student = hf_folder(tmp_path / "student")
+    with_context(str(student), 20)
+    config = replace(config, student=StudentConfig(path=str(student)))
+    train, heldout = teacher.write_caches(config)
+    longer = 0
+    for cache in (train, heldout):
+        batch = cache.read(range(cache.rows))
+        for row in batch.segment_ids:
+            longer += int((np.bincount(row)[1:] > 20).sum())
+    assert longer > 0
+    said = capsys.readouterr().out
+    assert f"{longer:,} longer than the student's max_position_embeddings of 20" in said
+    assert "teacher's max_position" not in said
+
+
+@pytest.mark.parametrize("command", ["teacher", "train"])
+@pytest.mark.parametrize("path", ["runs/teecher", "./teecher", "configs/teecher/x"])
+def test_a_mistyped_teacher_is_named_by_its_option_and_nothing_is_looked_up(
+    tmp_path, monkeypatch, command, path
+):
+    """The quickstart's student has no tokenizer of its own: it is not what is missing."""
+    monkeypatch.setattr(hf.folder, "_snapshot", None)
+    monkeypatch.chdir(tmp_path)
+    argv = ["--config", "configs/quickstart_teacher.yaml", "--teacher.path", path]
+    argv += ["--data.tokenizer", "", "--loss.kl_weight", "1", "--output_dir", "out"]
+    wanted = load(argv, f"jax_distill.{command}")
+    with pytest.raises(UserError, match=rf"expected teacher.path to be .*, got {path}, where"):
+        (distil if command == "train" else teacher).main(wanted)
+    assert not Path("out/cache").exists() and not Path("out/student").exists()
+
+
+def test_heldout_rows_without_a_target_are_refused_before_the_teacher_runs(config):
+    """Of the held-out document only the first token of its second piece is learned, and no position
+    of that piece predicts it."""
+    documents = np.random.default_rng(1).integers(1, VOCAB, (20, 9)).astype("<i4")
+    held_out = min(range(20), key=lambda i: hashlib.sha256(documents[i].tobytes()).digest())
+    lines = [
+        {"tokens": tokens.tolist(), "targets": [0] * 8 + [1] if i == held_out else [1] * 9}
+        for i, tokens in enumerate(documents)
+    ]
+    Path(str(config.data.path)).write_text("\n".join(map(json.dumps, lines)))
+    few = replace(config.data, format="tokens", sequence_length=8, heldout_fraction=1e-9)
+    config = replace(config, data=few)
+    with pytest.raises(UserError, match="heldout text with tokens to predict"):
+        teacher.write_caches(config)
+    assert not Path(config.cache.path).exists()
+    bare = replace(config, teacher=TeacherConfig())
+    assert teacher.write_caches(bare)[1].targets == 0  # no table, nothing to refuse
+
+
+def test_a_second_half_without_a_target_is_refused_and_few_targets_are_said(config, capsys):
+    """The test table reads the second half of the held-out rows alone."""
+    documents = np.random.default_rng(1).integers(1, VOCAB, (20, 9)).astype("<i4")
+    ranked = sorted(range(20), key=lambda i: hashlib.sha256(documents[i].tobytes()).digest())
+    digest = hashlib.sha256(documents[ranked[2]].tobytes()).digest()
+    two = int.from_bytes(digest[:8]) / 2.0**64
+    few = replace(
+        config.data, format="tokens", sequence_length=16, packing=False, heldout_fraction=two
+    )
+    config = replace(config, data=few)
+
+    def write(without: int) -> None:
+        lines = [
+            {"tokens": tokens.tolist(), "targets": [int(i != without)] * 9}
+            for i, tokens in enumerate(documents)
+        ]
+        Path(str(config.data.path)).write_text("\n".join(map(json.dumps, lines)))
+
+    write(without=ranked[1])
+    with pytest.raises(UserError, match="heldout text with tokens to predict"):
+        teacher.write_caches(config)
+    assert not Path(config.cache.path).exists()
+    write(without=ranked[0])
+    assert teacher.write_caches(config)[1].targets == 8
+    assert "WARNING: the test table will be of 8 tokens" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_no_heldout_text_is_refused(config):
-    with pytest.raises(Refusal, match="expected heldout text"):
-        teacher.write_stores(replace(config, data=replace(config.data, heldout_fraction=0.0)))
+    with pytest.raises(UserError, match="expected heldout text"):
+        teacher.write_caches(replace(config, data=replace(config.data, heldout_fraction=0.0)))

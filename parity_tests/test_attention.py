@@ -12,7 +12,9 @@ import torch
 from ladder import assert_close, block_causal_mask, run_layer
 from transformers import LlamaForCausalLM
 
+from jax_distill.attention import Mask
 from jax_distill.hf import load_model
+from jax_distill.model.layers import LayerInputs
 from jax_distill.model.rotary import rotary_angles
 
 LENGTH, ROWS = 37, 3
@@ -25,7 +27,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["products", "xla"])
+@pytest.mark.parametrize("implementation", ["grouped", "reference"])
 @pytest.mark.parametrize("heads", HEADS)
 def test_packed_rows(tmp_path, heads, implementation):
     folder = tiny.llama_folder(tmp_path, **HEADS[heads])
@@ -46,6 +48,6 @@ def test_packed_rows(tmp_path, heads, implementation):
         mask = block_causal_mask(rows["segment_ids"])
         for layer in range(config.num_hidden_layers):
             expected = theirs.layers[layer].self_attn(torch.tensor(x), angles, mask)[0]
-            inputs = x.reshape(-1, 32), cos, sin, rows["segment_ids"]
-            got = run_layer(ours.layers.self_attn, layer, *inputs)
+            inputs = LayerInputs(cos, sin, (Mask(rows["segment_ids"]),), 0)
+            got = run_layer(ours.layers.self_attn, layer, x.reshape(-1, 32), inputs)
             assert_close("attention", f"{heads}, layer {layer}", got.reshape(x.shape), expected)

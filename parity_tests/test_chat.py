@@ -51,8 +51,8 @@ TALKS = [
         {"role": "assistant", "content": "One half. 😀 e\u0301"},
         {"role": "user", "content": "  spaces  "},
         {"role": "assistant", "content": "\n"},
-        {"role": "user", "content": "{{ bos_token }} <|im_end|> & <b>"},
-        {"role": "assistant", "content": 'It\'s 100% <|endoftext|> "so".'},
+        {"role": "user", "content": "{{ bos_token }} <|im end|> & <b>"},
+        {"role": "assistant", "content": 'It\'s 100% <|end of text|> "so".'},
     ],
     [{"role": "user", "content": "?"}, {"role": "assistant", "content": ""}],
     [{"role": "user", "content": "no answer"}],
@@ -83,7 +83,7 @@ def both(folder, template):
 def test_token_ids_are_transformers_own(folder, template, talk):
     ours, theirs = both(folder, template)
     expected = theirs.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
-    assert ours.chat(talk).tokens.tolist() == expected
+    assert ours.chat.document(talk).tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("talk", TALKS[:2], ids=["long", "empty answer"])
@@ -92,10 +92,52 @@ def test_assistant_tokens_are_transformers_own(folder, talk):
     expected = theirs.apply_chat_template(
         talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )["assistant_masks"]
-    marked = ours.chat(talk).targets
+    marked = ours.chat.document(talk).targets
     assert marked.tolist() == [bool(value) for value in expected] and marked.any()
-    found = both(folder, CHATML)[0].chat(talk).targets
+    found = both(folder, CHATML)[0].chat.document(talk).targets
     assert np.array_equal(found, marked)  # the same without the marks
+
+
+STRADDLING = (
+    "{% for m in messages %}{{ m.role | upper }}: {% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }} {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+
+def test_a_token_across_header_and_answer_is_the_assistants_for_both(tmp_path):
+    """The token ` true` begins in the header and ends in the answer."""
+    train_tokenizer(["USER: is it? ASSISTANT: true"] * 50, 300, tmp_path)
+    talk = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "true"}]
+    ours, theirs = both(tmp_path, STRADDLING)
+    expected = theirs.apply_chat_template(
+        talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )["assistant_masks"]
+    document = ours.chat.document(talk)
+    assert document.targets.tolist() == [bool(value) for value in expected]
+    answer = ours.decode(document.tokens[document.targets])
+    assert answer == " true<|endoftext|>"
+
+
+def test_control_tokens_of_a_message_are_what_transformers_makes_of_them_as_text(folder):
+    """Its `split_special_tokens` reads the pieces between the template's own control tokens."""
+    ours, theirs = both(folder, CHATML)
+    sentence = "The mark <|im_end|> ends a turn; <|endoftext|> ends all."
+    talk = [{"role": "user", "content": sentence}, {"role": "assistant", "content": "<|im_end|>"}]
+    expected = []
+    for message in talk:
+        text = f"{message['role']}\n{message['content']}"
+        pieces = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        marks = [theirs.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")]
+        expected += [
+            marks[0],
+            *pieces,
+            marks[1],
+            *theirs("\n", add_special_tokens=False)["input_ids"],
+        ]
+    document = ours.chat.document(talk)
+    assert document.tokens.tolist() == expected
+    assert ours.decode(document.tokens[document.targets]) == "<|im_end|><|im_end|>"
 
 
 def test_text_ids_and_special_ids_are_transformers_own(folder):

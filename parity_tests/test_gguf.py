@@ -1,5 +1,5 @@
 """Rung "teacher", out of a GGUF file: transformers reads the file itself, JAX a folder converted
-from it. Proves: both call the store by the same name and hold the same targets, each accepts and
+from it. Proves: both call the cache by the same name and hold the same targets, each accepts and
 checks the other's, and a student cut by either has the same weights, architecture and tokenizer.
 """
 
@@ -21,7 +21,7 @@ import torch_ref.audit
 import torch_ref.student
 import torch_ref.teacher
 from jax_distill import audit, hf, student, teacher
-from jax_distill.cache import Store
+from jax_distill.cache import Cache, teacher_fingerprint
 from jax_distill.config import (
     CacheConfig,
     Config,
@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("gguf")
         patch.setenv("XDG_CACHE_HOME", str(path / "user_cache"))
@@ -49,75 +49,76 @@ def place(tmp_path_factory):
         yield path
 
 
-def settings(place: Path, store: str, **fields) -> Config:
+def settings(root: Path, cache: str, **fields) -> Config:
     return Config(
-        output_dir=str(place / "run"),
-        teacher=TeacherConfig(path=str(place / "teacher.gguf"), dtype="float32", batch_size=8),
+        output_dir=str(root / "run"),
+        teacher=TeacherConfig(path=str(root / "teacher.gguf"), dtype="float32", batch_size=8),
         student=StudentConfig(from_teacher=FromTeacher(layers=[1])),
         data=DataConfig(
-            path=str(place / "text.jsonl"),
+            path=str(root / "text.jsonl"),
             format="jsonl",
             sequence_length=24,
             heldout_fraction=0.2,
-            tokenizer=str(place / "teacher.gguf") if store == "rows" else "",
+            tokenizer=str(root / "teacher.gguf") if cache == "rows" else "",
         ),
-        cache=CacheConfig(path=str(place / store), top_k=5, shard_rows=16),
+        cache=CacheConfig(path=str(root / cache), top_k=5, shard_rows=16),
         **fields,
     )
 
 
 @pytest.fixture(scope="module")
-def stores(place) -> dict[str, Store]:
-    """The training store by backend."""
-    bare = Config(**{**vars(settings(place, "rows")), "teacher": TeacherConfig()})
-    teacher.write_stores(bare)
-    rows = str(place / "rows")
-    by_torch = torch_ref.teacher.write_stores(settings(place, "torch"), rows, device="cpu")
-    by_jax = teacher.write_stores(settings(place, "jax"))
+def caches(root) -> dict[str, Cache]:
+    """The training cache by backend."""
+    bare = Config(**{**vars(settings(root, "rows")), "teacher": TeacherConfig()})
+    teacher.write_caches(bare)
+    rows = str(root / "rows")
+    by_torch = torch_ref.teacher.write_caches(settings(root, "torch"), rows, device="cpu")
+    by_jax = teacher.write_caches(settings(root, "jax"))
     return {"torch": by_torch[0], "jax": by_jax[0]}
 
 
-def test_the_name_of_the_teacher_is_the_files_content(place, tmp_path):
-    file = place / "teacher.gguf"
+def test_the_name_of_the_teacher_is_the_files_content(root, tmp_path):
+    file = root / "teacher.gguf"
     again = shutil.copy(file, tmp_path / "another name.gguf")
     expected = hashlib.sha256(file.read_bytes()).hexdigest()
     for path in (file, again):
-        found = teacher.find_teacher(str(path)).place
-        assert teacher.teacher_fingerprint(found) == expected
-        assert teacher.teacher_fingerprint(torch_model.place_of(str(path))) == expected
+        found = teacher.find_teacher(str(path)).source
+        assert teacher_fingerprint(found) == expected
+        assert teacher_fingerprint(torch_model.local_path(str(path))) == expected
 
 
-def test_both_backends_write_the_same_store(stores):
-    ours, theirs = stores["jax"], stores["torch"]
+def test_both_backends_write_the_same_cache(caches):
+    ours, theirs = caches["jax"], caches["torch"]
     assert ours.manifest.identity() == theirs.manifest.identity()
-    assert_same_targets("GGUF store", *(store.read(range(store.rows)) for store in (ours, theirs)))
+    assert_same_targets("GGUF cache", *(cache.read(range(cache.rows)) for cache in (ours, theirs)))
 
 
-def test_each_accepts_and_checks_the_others_store(place, stores, monkeypatch, capsys):
+def test_each_accepts_and_checks_the_others_cache(root, caches, monkeypatch, capsys):
     def never(*_, **__):
-        raise AssertionError("a finished store needs no work")
+        raise AssertionError("a finished cache needs no work")
 
-    file = str(place / "teacher.gguf")
-    before = {f: f.read_bytes() for f in (place / "jax").rglob("*") if f.is_file()}
-    torch_ref.teacher.write_stores(settings(place, "jax"), str(place / "rows"), device="cpu")
+    file = str(root / "teacher.gguf")
+    before = {f: f.read_bytes() for f in (root / "jax").rglob("*") if f.is_file()}
+    torch_ref.teacher.write_caches(settings(root, "jax"), str(root / "rows"), device="cpu")
     assert {f: f.read_bytes() for f in before} == before
     with monkeypatch.context() as patch:
-        patch.setattr(teacher.stores, "pack", never)
-        assert teacher.write_stores(settings(place, "torch"))[0].complete
+        patch.setattr(teacher.caches, "pack", never)
+        assert teacher.write_caches(settings(root, "torch"))[0].complete
     capsys.readouterr()
-    torch_ref.audit.main([stores["jax"].path, "--teacher", file, "--spot_check", "3"])
-    assert audit.main([stores["torch"].path, "--teacher", file, "--spot_check", "3"]) == 0
+    torch_ref.audit.main([caches["jax"].path, "--teacher", file, "--spot_check", "3"])
+    assert audit.main([caches["torch"].path, "--teacher", file, "--spot_check", "3"]) == 0
     said = capsys.readouterr().out
-    assert "is not the teacher" not in said and ": right" in said
+    assert "is not the teacher" not in said
+    assert said.count("the targets are this teacher's") == 2
 
 
-def test_a_student_cut_from_the_file_is_the_same(place, stores, tmp_path):
+def test_a_student_cut_from_the_file_is_the_same(root, caches, tmp_path):
     """Weights bit by bit, architecture, and the tokenizer's files byte by byte, also once exported
     by torch_ref."""
-    folder = hf.local_folder(place / "teacher.gguf")
+    folder = hf.local_folder(root / "teacher.gguf")
     by_jax = student.make_student(folder, tmp_path / "jax", layers=[1], parameters=None)
     (tmp_path / "run").mkdir()
-    config = settings(place, "jax")
+    config = settings(root, "jax")
     start, by_torch = torch_ref.student.prepare_student(
         config, tmp_path / "run", None, trained=False
     )
@@ -136,9 +137,9 @@ def test_a_student_cut_from_the_file_is_the_same(place, stores, tmp_path):
         assert (tmp_path / "export" / name).read_bytes() == expected_bytes, name
 
 
-def test_a_student_that_is_a_gguf_file_is_trained_and_exported_with_its_tokenizer(place, tmp_path):
-    config = settings(place, "jax")
-    start = str(place / "teacher.gguf")
+def test_a_student_that_is_a_gguf_file_is_trained_and_exported_with_its_tokenizer(root, tmp_path):
+    config = settings(root, "jax")
+    start = str(root / "teacher.gguf")
     config = Config(**{**vars(config), "student": StudentConfig(path=start)})
     (tmp_path / "run").mkdir()
     _, inside = torch_ref.student.prepare_student(config, tmp_path / "run", None, trained=False)

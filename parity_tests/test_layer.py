@@ -11,7 +11,9 @@ import torch
 from ladder import assert_close, block_causal_mask, run_layer
 from transformers import LlamaForCausalLM
 
+from jax_distill.attention import Mask
 from jax_distill.hf import load_model
+from jax_distill.model.layers import LayerInputs
 from jax_distill.model.rotary import rotary_angles
 
 LENGTH, ROWS = 29, 2
@@ -43,5 +45,6 @@ def test_each_layer(tmp_path, bias):
             expected = theirs.layers[layer](
                 torch.tensor(x), attention_mask=mask, position_embeddings=angles
             )
-            got = run_layer(ours.layers, layer, flat, cos, sin, segment_ids).reshape(x.shape)
-            assert_close("layer", f"layer {layer}", got, expected)
+            inputs = LayerInputs(cos, sin, (Mask(segment_ids),), 0)
+            got, _ = run_layer(ours.layers, layer, flat, inputs)
+            assert_close("layer", f"layer {layer}", got.reshape(x.shape), expected)

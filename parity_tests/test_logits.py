@@ -38,9 +38,9 @@ def our_logits(model, tokens, segment_ids, positions):
     return jnp.matmul(hidden, head.T, preferred_element_type=jnp.float32)
 
 
-def logits_of(folder, rows, **knobs):
+def logits_of(folder, rows, **options):
     names = ("tokens", "segment_ids", "positions")
-    return our_logits(load_model(folder, **knobs), *(jnp.asarray(rows[name]) for name in names))
+    return our_logits(load_model(folder, **options), *(jnp.asarray(rows[name]) for name in names))
 
 
 def their_logits(folder, rows, dtype="float32"):
@@ -68,7 +68,7 @@ def test_past_the_borders_of_every_rope_type(tmp_path, rope):
     if "original_max_position_embeddings" in parameters:
         parameters["original_max_position_embeddings"] = 64
     folder = tiny.llama_folder(tmp_path, rope_parameters=parameters, head_dim=32)
-    tokens = np.random.default_rng(0).integers(3, tiny.WORDS, (1, 600)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(3, tiny.VOCAB_SIZE, (1, 600)).astype(np.int32)
     rows = {
         "tokens": tokens,
         "segment_ids": np.ones_like(tokens),

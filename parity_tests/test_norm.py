@@ -8,12 +8,12 @@ from flax import nnx
 from ladder import BF16, assert_close
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from jax_distill.model.decoder import Fresh, RMSNorm
+from jax_distill.model.layers import Initializer, RMSNorm
 
 
 def norms(width: int, eps: float) -> tuple[RMSNorm, LlamaRMSNorm]:
     weight = np.random.default_rng(1).normal(1, 0.5, width).astype(np.float32)
-    ours = RMSNorm(Fresh(nnx.Rngs(0), 0.02, jnp.float32), (width,), (None,), eps=eps)
+    ours = RMSNorm(Initializer(nnx.Rngs(0), 0.02, jnp.float32), (width,), (None,), eps=eps)
     ours.weight = nnx.Param(jnp.asarray(weight))
     theirs = LlamaRMSNorm(width, eps)
     theirs.weight.data = torch.tensor(weight)

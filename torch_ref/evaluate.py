@@ -1,91 +1,88 @@
-"""What a student is worth on held-out text, over the full vocabulary, as `jax_distill.evaluate`.
+"""What a student is worth on held-out text, over the full vocabulary, as `jax_distill.evaluate`."""
 
-The held-out store's first half is looked at while training, the second half only by the table.
-"""
-
-import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from jax_distill.cache import Store
-from jax_distill.config import Refusal
-from torch_ref.model import Model, head, hidden_states, logits
+from jax_distill.base.errors import RunError
+from jax_distill.batch import Batch
+from jax_distill.cache import CALIBRATION_BINS, Cache, check_targets, table_of
+from jax_distill.model_folder import model_name
+from torch_ref.losses import logits
+from torch_ref.model import Model, head, hidden_states
 
-
-def validation_rows(store: Store) -> np.ndarray:
-    """The rows of a held-out store that choices are made on: its first half."""
-    return np.arange(store.rows // 2)
-
-
-def table_rows(store: Store) -> np.ndarray:
-    """The rows of a held-out store that only the final table reads: its second half."""
-    return np.arange(store.rows // 2, store.rows)
+MEASURED = ("kl", "cross_entropy", "top1_agreement")
 
 
 @torch.no_grad()
 def compare(
-    models: Mapping[str, Model], batch: dict[str, np.ndarray], *, vocab_size: int, chunk_size: int
+    models: Mapping[str, Model], batch: Batch, *, vocab_size: int, chunk_size: int
 ) -> dict[str, np.ndarray]:
-    """Sums over the valid tokens of a batch [B,T]: name → (KL from the teacher's full distribution,
-    cross-entropy, top-1 agreement with the teacher), float64 [3]. `models["teacher"]` is it."""
-    mask = torch.from_numpy(batch["mask"])
-    labels = torch.from_numpy(batch["labels"])[mask].long()
-    rows = {}
-    for name, model in models.items():
-        place = (torch.from_numpy(batch[k]) for k in ("tokens", "segment_ids", "positions"))
-        hidden = hidden_states(model, *(x.to(model.device) for x in place))
-        rows[name] = hidden[mask.to(hidden.device)]
-    sums = {name: np.zeros(3) for name in models}
+    """Sums over the valid tokens of a numpy batch [B,T]: name → (KL from the teacher's full
+    distribution, cross-entropy, top-1 agreement with the teacher, then in each of the
+    CALIBRATION_BINS of its confidence the sum of (confidence − correct)), float64 [18].
+    `models["teacher"]` is the teacher; at most `chunk_size` tokens have their logits at a time."""
+    batch = batch.map(lambda x: torch.from_numpy(x).to(models["teacher"].device))
+    labels = batch.labels[batch.mask].long()
+    inputs = (batch.tokens, batch.segment_ids, batch.positions)
+    rows = {name: hidden_states(model, *inputs)[batch.mask] for name, model in models.items()}
+    heads = {name: head(model)._replace(vocab_size=vocab_size) for name, model in models.items()}
+    sums = {name: np.zeros(3 + CALIBRATION_BINS) for name in models}
     for first in range(0, len(labels), chunk_size):
         part = slice(first, first + chunk_size)
-        label = labels[part].to(rows["teacher"].device)
-        goal = logits(rows["teacher"][part], head(models["teacher"]))[:, :vocab_size]
-        goal = goal.log_softmax(-1)
-        for name, model in models.items():
-            got = logits(rows[name][part], head(model))[:, :vocab_size].log_softmax(-1)
+        log_p = logits(rows["teacher"][part], heads["teacher"]).log_softmax(-1)
+        for name in models:
+            log_q = logits(rows[name][part], heads[name]).log_softmax(-1)
             values = (
-                (goal.exp() * (goal - got)).sum(),
-                -got.gather(1, label[:, None]).sum(),
-                (goal.argmax(-1) == got.argmax(-1)).sum(),
+                (log_p.exp() * (log_p - log_q)).sum(),
+                -log_q.gather(1, labels[part, None]).sum(),
+                (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
             )
-            sums[name] += np.array([float(value) for value in values])
+            confidence, best = log_q.exp().max(-1)
+            bins = (confidence.nan_to_num(0.0) * CALIBRATION_BINS).long()
+            bins = bins.clamp_max(CALIBRATION_BINS - 1)
+            off = confidence.new_zeros(CALIBRATION_BINS)
+            off.scatter_add_(0, bins, confidence - (best == labels[part]).to(confidence.dtype))
+            sums[name] += np.array([*map(float, values), *off.tolist()])
     return sums
 
 
-def heldout_table(
+def test_table(
     models: Mapping[str, Model],
-    store: Store,
+    cache: Cache,
     rows: np.ndarray,
     *,
     batch_size: int,
     chunk_size: int,
 ) -> dict[str, dict[str, float]]:
-    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement.
+    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement; and
+    the calibration_error (`cache.table_of`).
 
     Raises:
-        Refusal: the rows hold no valid token.
+        UserError: the rows hold no valid token.
+        RunError: a model has logits that are not finite; it and the rows are named.
     """
-    total = {name: np.zeros(3) for name in models}
+    check_targets(cache, rows)
+    total = {name: np.zeros(3 + CALIBRATION_BINS) for name in models}
     tokens = 0
     for first in range(0, len(rows), batch_size):
-        batch = store.read(rows[first : first + batch_size], targets=False)
-        tokens += int(batch["mask"].sum())
-        vocab_size = store.manifest.vocab_size
+        chosen = rows[first : first + batch_size]
+        batch = cache.read(chosen, targets=False)
+        tokens += int(batch.mask.sum())
+        vocab_size = cache.manifest.vocab_size
         sums = compare(models, batch, vocab_size=vocab_size, chunk_size=chunk_size)
+        for name, values in sums.items():  # a logit that is not finite makes a sum NaN
+            if not np.isfinite(values).all():
+                raise RunError(
+                    f"expected finite logits of {model_name(name)}, got NaN or infinity in rows "
+                    f"{chosen[0]} to {chosen[-1]} of {cache.path}; look at its weights, or compute "
+                    "in float32"
+                )
         total = {name: total[name] + sums[name] for name in models}
-    if not tokens:
-        raise Refusal(
-            "expected held-out text for the table, got no valid token; raise data.heldout_fraction"
-        )
-    table = {}
-    for name, values in total.items():
-        kl, cross_entropy, agreement = (float(x) for x in values / tokens)
-        table[name] = {
-            "kl": kl,
-            "cross_entropy": cross_entropy,
-            "top1_agreement": agreement,
-            "perplexity": math.exp(min(cross_entropy, 700.0)),
-        }
-    return table
+    named: dict[str, dict[str, Any]] = {
+        name: dict(zip(MEASURED, x[:3].tolist(), strict=True)) | {"miscalibration": x[3:].tolist()}
+        for name, x in total.items()
+    }
+    return table_of(named, tokens)

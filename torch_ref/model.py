@@ -4,11 +4,14 @@ Shapes: B rows, T positions, D hidden, V vocabulary.
 
 Rows hold several documents, kept apart by their segment ids. Transformers takes a ready-made mask
 [B,1,T,T] (a dictionary of two where layers slide), so that is what it gets; whether the
-architecture heeds it, and whether its head is what we take it for, is tried out before any work.
+architecture applies it, and whether its head is the one that `head` describes, is checked before
+any work.
 """
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +19,9 @@ import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
-from jax_distill.config import Refusal, find_path
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import find_path
+from torch_ref.losses import Head, logits
 
 Model = transformers.PreTrainedModel
 # As jax_distill.hf fetches them; the second where a repository has no safetensors.
@@ -24,58 +29,54 @@ HUB_FILES = (["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"], ["pytor
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-class Head(NamedTuple):
-    """What makes logits of hidden states: soft_cap·tanh((hidden·weightᵀ + bias)·scale/soft_cap)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    logit_scale: float | None
-    soft_cap: float | None
-
-
 def source(path: str) -> dict[str, str]:
-    """What `from_pretrained` is told for a path of the configuration: HF folder, GGUF file or hub
+    """Arguments of `from_pretrained` for a path of the configuration: HF folder, GGUF file or hub
     id."""
-    place = Path(find_path(path)).expanduser()
-    if place.suffix == ".gguf":
-        if not place.is_file():
-            raise Refusal(f"expected a GGUF file, got {path}, which is missing; check the path")
-        return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
-    return {"pretrained_model_name_or_path": str(place) if place.is_dir() else path}
+    found = Path(find_path(path)).expanduser()
+    if found.suffix == ".gguf":
+        if not found.is_file():
+            raise UserError(f"expected a GGUF file, got {path}, which is missing; check the path")
+        return {"pretrained_model_name_or_path": str(found.parent), "gguf_file": found.name}
+    return {"pretrained_model_name_or_path": str(found) if found.is_dir() else path}
 
 
-def place_of(path: str) -> Path:
+def local_path(path: str) -> Path:
     """The folder or the GGUF file that a path of the configuration names; of a hub id, the folder
-    of the revision in the local cache, where it is fetched to once.
+    of its revision in the hub's local cache, downloaded once.
 
     Raises:
-        Refusal: nothing there, and nothing to fetch.
+        UserError: nothing there, and nothing to download.
     """
-    named = source(path)
-    place = Path(named["pretrained_model_name_or_path"])
-    if "gguf_file" in named:
-        return place / named["gguf_file"]
-    if place.is_dir():
-        return place
+    arguments = source(path)
+    folder = Path(arguments["pretrained_model_name_or_path"])
+    if "gguf_file" in arguments:
+        return folder / arguments["gguf_file"]
+    if folder.is_dir():
+        return folder
     try:
         for patterns in HUB_FILES:
-            place = Path(snapshot_download(path, allow_patterns=patterns))
-            if list(place.glob("*.safetensors")):
+            folder = Path(snapshot_download(path, allow_patterns=patterns))
+            if list(folder.glob("*.safetensors")):
                 break
     except Exception as error:  # every network and hub failure ends in the same one line
         reason = " ".join(str(error).split())[:200]
-        raise Refusal(
+        raise UserError(
             f"expected a model folder, a GGUF file or a hub id, got {path} ({reason}); check the "
             "path, or the connection"
         ) from error
-    return place
+    return folder
+
+
+def load_config(path: str) -> Any:
+    """transformers' configuration of a path of ours."""
+    return transformers.AutoConfig.from_pretrained(**source(path))
 
 
 def device_named(name: str) -> str:
     """The argument of `--device`, as argparse's `type`.
 
     Raises:
-        Refusal: neither cpu nor cuda, or a device that torch does not find.
+        UserError: neither cpu nor cuda, or a device that torch does not find.
     """
     kind, number = name, 0
     try:
@@ -85,17 +86,24 @@ def device_named(name: str) -> str:
         pass
     found = torch.cuda.device_count()
     if number >= {"cpu": 1, "cuda": found}.get(kind, 0):
-        raise Refusal(
+        raise UserError(
             f"expected --device cpu or cuda (torch finds {found} of these), got {name}; "
             "give one that is here"
         )
     return name
 
 
-def _refuse_without_weights(path: str, folder: Path) -> None:
+def _refuse_weights(path: str, folder: Path) -> None:
+    """What transformers would make another model of than the folder's: none, or an adapter."""
+    adapter = next(folder.glob("adapter_*"), None)
+    if adapter:
+        raise UserError(
+            f"expected a model without an adapter in {path}, got {adapter.name}; merge it into the "
+            "weights, or move it away"
+        )
     files = (file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
     if (folder / "config.json").is_file() and next(files, None) is None:
-        raise Refusal(
+        raise UserError(
             f"expected a model folder with weights, got {path}, which has config.json without any; "
             "name a folder with weights (only jax_distill.train starts a student from a seed)"
         )
@@ -112,18 +120,19 @@ def load_model(
         attention: transformers' name of an implementation; None is its own choice.
 
     Raises:
-        Refusal: nothing there, weights missing or superfluous, or an architecture that does not
-            keep packed documents apart.
+        UserError: nothing there; weights missing, superfluous or not finite; a tied model whose
+            file has another head; or an architecture that does not keep packed documents apart.
     """
-    place = source(path)
-    if "gguf_file" not in place:
-        _refuse_without_weights(path, Path(place["pretrained_model_name_or_path"]))
+    arguments = source(path)
+    is_gguf = "gguf_file" in arguments
+    if not is_gguf:
+        _refuse_weights(path, Path(arguments["pretrained_model_name_or_path"]))
     transformers.utils.logging.disable_progress_bar()
     try:
-        config = _as_meant(transformers.AutoConfig.from_pretrained(**place), "gguf_file" in place)
+        config = _without_dropout(transformers.AutoConfig.from_pretrained(**arguments), is_gguf)
         loader: Any = transformers.AutoModelForCausalLM
         model, info = loader.from_pretrained(
-            **place,
+            **arguments,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
@@ -131,21 +140,41 @@ def load_model(
         )
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise Refusal(f"expected a model at {path}, got: {reason}; check the path") from error
+        raise UserError(f"expected a model at {path}, got: {reason}; check the path") from error
     wrong = {k: sorted(map(str, v))[:3] for k, v in info.items() if v and k.endswith("_keys")}
     if wrong:
-        raise Refusal(f"expected the weights of {type(model).__name__} at {path}, got {wrong}")
+        raise UserError(f"expected the weights of {type(model).__name__} at {path}, got {wrong}")
+    _check_weights(model, path)
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and "gguf_file" in place:  # its weights are plain by now
+    if quantizer is not None and is_gguf:  # its weights are plain by now
         quantizer.remove_quantization_config(model)
     model = model.to(device).eval()
     check_model(model)
     return model
 
 
-def _as_meant(config: Any, is_gguf: bool) -> Any:
-    """Without dropout. A GGUF file keeps float32 numbers: the shortest decimals that read back as
-    the same, as `jax_distill.hf` has them (rms_norm_eps 1e-05)."""
+def _check_weights(model: Model, path: str) -> None:
+    """Finite weights, and a head that is the embedding where config.json says so: transformers
+    unties them, with a warning, where the file has both and they differ."""
+    embedding: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and output.weight is not embedding.weight:
+        raise UserError(
+            f"expected the head to equal the embedding in the tied model {path}, got a difference; "
+            "set tie_word_embeddings to false in config.json"
+        )
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"expected finite numbers in {name!r} of {path}, got NaN or infinity as "
+                f"{str(weight.dtype).removeprefix('torch.')}; re-download it, or load it in float32"
+            )
+
+
+def _without_dropout(config: Any, is_gguf: bool) -> Any:
+    """The configuration without dropout. A GGUF file keeps float32 numbers: the shortest decimals
+    that read back as the same, as `jax_distill.hf` has them (rms_norm_eps 1e-05)."""
     for key, value in vars(config).items():
         if key.endswith(("dropout", "pdrop")) and value:
             setattr(config, key, 0.0)
@@ -164,24 +193,24 @@ def attention_masks(model: Model, segment_ids: Tensor) -> Tensor | dict[str, Ten
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) or 0
     if not kinds <= {"full_attention", "sliding_attention"}:
-        raise Refusal(
+        raise UserError(
             f"expected layers of full or sliding attention, got {sorted(kinds)} in "
             f"{type(model).__name__}; torch_ref cannot keep packed documents apart in them"
         )
-    place = torch.arange(segment_ids.shape[1], device=segment_ids.device)
-    distance = place[:, None] - place
+    position = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    distance = position[:, None] - position
     full = (distance >= 0) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     if "sliding_attention" not in kinds:
         sees = full & (distance < window) if window and not kinds else full
-        return _as_wanted(model, sees)
+        return _mask_for(model, sees)
     sliding = full & (distance < window)
     return {
-        "full_attention": _as_wanted(model, full),
-        "sliding_attention": _as_wanted(model, sliding),
+        "full_attention": _mask_for(model, full),
+        "sliding_attention": _mask_for(model, sliding),
     }
 
 
-def _as_wanted(model: Model, sees: Tensor) -> Tensor:
+def _mask_for(model: Model, sees: Tensor) -> Tensor:
     """[B,T,T] boolean → [B,1,T,T] in the form that the attention implementation takes."""
     sees = sees[:, None]
     if model.config._attn_implementation == "sdpa":
@@ -197,6 +226,36 @@ def hidden_states(model: Model, tokens: Tensor, segment_ids: Tensor, positions: 
         position_ids=positions,
         use_cache=False,
     ).last_hidden_state
+
+
+@contextlib.contextmanager
+def layer_outputs(model: Model, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    """What those layers (0 is the first) return in the forward pass within, [B,T,D] each, before
+    any norm, in the order asked for: a list that is filled by then.
+
+    Raises:
+        UserError: an architecture whose layers are not called so.
+    """
+    stack: Any = getattr(model.base_model, "layers", None)
+    if layers and stack is None:
+        raise UserError(
+            f"expected {type(model.base_model).__name__}.layers for loss.hidden_weight, got none; "
+            "torch_ref does not know where its layers are"
+        )
+    found: list[Any] = [None] * len(layers)
+
+    def keep(slot: int) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            found[slot] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [stack[layer].register_forward_hook(keep(slot)) for slot, layer in enumerate(layers)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def recompute_layers(model: Model) -> None:
@@ -217,23 +276,9 @@ def head(model: Model) -> Head:
     return Head(
         linear.weight,
         getattr(linear, "bias", None),
-        scale,
-        getattr(config, "final_logit_softcapping", None),
+        soft_cap=getattr(config, "final_logit_softcapping", None),
+        logit_scale=scale,
     )
-
-
-def logits(rows: Tensor, head: Head) -> Tensor:
-    """[N,D] → [N,V] float32: bias, then scale, then soft-cap."""
-    weight = head.weight.to(rows.dtype)
-    if rows.device.type == "cuda" and rows.dtype != torch.float32:
-        z = torch.mm(rows, weight.T, out_dtype=torch.float32)
-    else:
-        z = rows.float() @ weight.float().T
-    if head.bias is not None:
-        z = z + head.bias.float()
-    if head.logit_scale is not None:
-        z = z * head.logit_scale
-    return z if head.soft_cap is None else head.soft_cap * torch.tanh(z / head.soft_cap)
 
 
 @torch.no_grad()
@@ -241,7 +286,7 @@ def check_model(model: Model) -> None:
     """Two documents in one row against each alone, and our logits against the model's own.
 
     Raises:
-        Refusal: the architecture lets documents see each other, or changes its logits in a way
+        UserError: the architecture lets documents see each other, or changes its logits in a way
             that `head` does not know.
     """
     device = model.device
@@ -264,7 +309,7 @@ def check_model(model: Model) -> None:
         ours = logits(rows[0], head(model))
         worst = (ours - own[0]).abs().max().item()
         if not worst <= tolerance * own.abs().max().item():
-            raise Refusal(
+            raise UserError(
                 f"expected {type(model).__name__} to keep {name}, got logits that differ by "
                 f"{worst:.3g}; torch_ref does not know this architecture well enough"
             )

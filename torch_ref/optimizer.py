@@ -1,19 +1,17 @@
-"""Optimizers and learning-rate schedules by the closed forms that optax has.
+"""torch's own AdamW and SGD with optax's settings, optax's adafactor, the learning-rate schedule.
 
-Steps are optimizer steps, counted from 0 for the learning rate. The JAX model keeps the weights of
-its layers stacked, so what adafactor measures over a whole array (the root mean square of an update
-or a parameter, the two largest axes) is measured over the stack here, too.
+Steps are optimizer steps, counted from 0 for the learning rate.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 LAYER = re.compile(r"\blayers\.\d+\.")
-EPSILON = 1e-8  # adamw
 SMALLEST_SCALE, SMALLEST_FACTORED = 1e-3, 128  # adafactor
 
 
@@ -40,119 +38,112 @@ def learning_rate_schedule(
 
 
 def decayed(name: str) -> bool:
-    """Whether weight decay touches a parameter: every weight but norms and biases."""
+    """Whether weight decay applies to a parameter: every weight but norms and biases."""
     return not any("norm" in part or part == "bias" for part in name.split("."))
 
 
-def global_norm(gradients: dict[str, Tensor]) -> Tensor:
-    """√Σ g² over every gradient, in float32."""
-    return torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+def clip_gradients(parameters: Iterable[Tensor], clip_norm: float | None) -> Tensor:
+    """Scale every `.grad` so that their norm is at most `clip_norm`; returns the norm before.
+
+    √Σ g² by sums: torch's own norm adds float32 numbers one by one on a CPU (relative error
+    measured: 1e-5 at 10⁶ numbers, 4e-4 at 10⁷).
+    """
+    clipped = [p for p in parameters if p.grad is not None]
+    squares = [p.grad.float().square().sum() for p in clipped if p.grad is not None]
+    norm = torch.stack(squares).sum().sqrt()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(clipped, clip_norm, norm)
+    return norm
 
 
-class Optimizer:
-    """`adamw` (eps 1e-8, decoupled decay), `sgd` (momentum b1) or `adafactor` (optax's defaults).
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """For the next steps, of every parameter."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
 
-    `clip_norm` scales the whole gradient to at most that norm before the update. `state` holds
-    tensors by parameter name, and with `count`, the steps taken, is all that a resumption needs.
+
+def make_optimizer(
+    name: str, parameters: dict[str, Tensor], *, b1: float, b2: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """`adamw` (eps 1e-8, decoupled decay), `sgd` (momentum b1) or `adafactor` (optax's defaults),
+    over the `.grad` of parameters by name; the learning rate is set before every step."""
+    groups = [
+        {
+            "params": [(key, p) for key, p in parameters.items() if decayed(key) == decays],
+            "weight_decay": weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, betas=(b1, b2), eps=1e-8)
+    if name == "sgd":
+        return torch.optim.SGD(groups, momentum=b1)
+    return Adafactor(groups)
+
+
+def state_by_name(state_dict: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Parameter name → its tensors (adamw: exp_avg, exp_avg_sq, step) in an optimizer's
+    `state_dict()`."""
+    groups = state_dict["param_groups"]
+    names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"], strict=True)}
+    return {names[index]: state for index, state in state_dict["state"].items()}
+
+
+def stacks(names: list[str]) -> list[list[str]]:
+    """The names of each array of the stacked model, by layer."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(LAYER.sub("layers.", name), []).append(name)
+    return list(found.values())
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Shazeer et al. 2018 (arXiv 1804.04235) as optax has it: torch's own differs (relative step
+    sizes, the order of decay). The decay is not scaled by the learning rate.
+
+    The JAX model keeps the weights of its layers stacked, so what is measured over a whole array
+    (root mean square of an update or a parameter, the two largest axes) is measured over the stack
+    here, too; the first layer's parameter holds the state of the stack.
     """
 
-    def __init__(
-        self,
-        name: str,
-        parameters: dict[str, Tensor],
-        *,
-        b1: float,
-        b2: float,
-        weight_decay: float,
-        clip_norm: float | None,
-    ) -> None:
-        self.name, self.parameters = name, parameters
-        self.b1, self.b2, self.weight_decay, self.clip_norm = b1, b2, weight_decay, clip_norm
-        self.count = 0
-        self.state: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0})
 
     @torch.no_grad()
-    def step(self, gradients: dict[str, Tensor], learning_rate: float) -> None:
-        """Change the parameters in place by one update from gradients of their dtype."""
-        if self.clip_norm is not None:
-            norm = global_norm(gradients)
-            factor = torch.where(norm < self.clip_norm, 1.0, self.clip_norm / norm)
-            gradients = {name: g * factor.to(g.dtype) for name, g in gradients.items()}
-        if self.name == "adafactor":
-            updates = self._adafactor(gradients, learning_rate)
-        else:
-            rule = self._adamw if self.name == "adamw" else self._sgd
-            updates = {name: rule(name, g) * learning_rate for name, g in gradients.items()}
-        for name, update in updates.items():
-            self.parameters[name].sub_(update)
-        self.count += 1
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update from every parameter's `.grad`."""
+        for group in self.param_groups:
+            parameters = dict(zip(group["param_names"], group["params"], strict=True))
+            for names in stacks(group["param_names"]):
+                layers = [parameters[name] for name in names]
+                p = torch.stack([x.detach() for x in layers])
+                g = torch.stack([x.grad for x in layers if x.grad is not None])
+                if not LAYER.search(names[0]):
+                    p, g = p[0], g[0]
+                u = self._unit_update(self.state[layers[0]], g)
+                u = u / u.square().mean().sqrt().clamp_min(1.0)
+                u = u * group["lr"] * p.square().mean().sqrt().clamp_min(SMALLEST_SCALE)
+                moved = p - (u + group["weight_decay"] * p)
+                moved = moved.view(len(layers), *layers[0].shape)
+                for layer, value in zip(layers, moved, strict=True):
+                    layer.copy_(value)
 
-    def _moment(self, name: str, kind: str, like: Tensor) -> Tensor:
-        """The tensor `kind` of a parameter's state, zeros at first."""
-        mine = self.state.setdefault(name, {})
-        if kind not in mine:
-            mine[kind] = torch.zeros_like(like)
-        return mine[kind]
-
-    def _decay(self, name: str) -> Tensor | float:
-        if not self.weight_decay or not decayed(name):
-            return 0.0
-        return self.weight_decay * self.parameters[name]
-
-    def _adamw(self, name: str, g: Tensor) -> Tensor:
-        """m̂/(√v̂ + ε) + λ·p, m and v the decaying means of g and g², hats their bias correction."""
-        m, v = self._moment(name, "m", g), self._moment(name, "v", g)
-        m.mul_(self.b1).add_(g, alpha=1 - self.b1)
-        v.mul_(self.b2).addcmul_(g, g, value=1 - self.b2)
-        time = self.count + 1
-        unbiased = m / (1 - self.b1**time)
-        scale = (v / (1 - self.b2**time)).sqrt_().add_(EPSILON)
-        return unbiased / scale + self._decay(name)
-
-    def _sgd(self, name: str, g: Tensor) -> Tensor:
-        """The trace t ← g + λ·p + b1·t, not a mean."""
-        g = g + self._decay(name)
-        return self._moment(name, "trace", g).mul_(self.b1).add_(g)
-
-    def _adafactor(self, gradients: dict[str, Tensor], learning_rate: float) -> dict[str, Tensor]:
-        """Shazeer et al. 2018, per array of the stacked model; the decay is not scaled by the
-        learning rate, as in optax."""
-        updates = {}
-        for array, names in stacks(gradients).items():
-            stacked = "layers" in array.split(".")
-            parts = [gradients[name] for name in names]
-            g = torch.stack(parts) if stacked else parts[0]
-            values = [self.parameters[name] for name in names]
-            p = torch.stack(values) if stacked else values[0]
-            u = self._unit_update(array, g)
-            u = u / (u.square().mean().sqrt()).clamp_min(1.0)
-            u = u * learning_rate * p.square().mean().sqrt().clamp_min(SMALLEST_SCALE)
-            for name, update in zip(names, u if stacked else [u], strict=True):
-                updates[name] = update + self._decay(name)
-        return updates
-
-    def _unit_update(self, array: str, g: Tensor) -> Tensor:
+    def _unit_update(self, state: dict[str, Any], g: Tensor) -> Tensor:
         """g/√v, v factored into a row and a column mean where two axes have 128 at least."""
-        decay = 1 - (self.count + 1) ** -0.8
+        state["step"] = state.get("step", 0) + 1
+        decay = 1 - state["step"] ** -0.8
         square = g.square() + 1e-30
+
+        def mean(name: str, new: Tensor) -> Tensor:
+            state[name] = decay * state[name] + (1 - decay) * new if name in state else new
+            return state[name]
+
         order = sorted(range(g.ndim), key=lambda axis: g.shape[axis])
         if g.ndim < 2 or g.shape[order[-2]] < SMALLEST_FACTORED:
-            v = self._moment(array, "v", g)
-            v.mul_(decay).add_(square, alpha=1 - decay)
-            return g / v.sqrt()
+            return g / mean("v", square).sqrt()
         small, large = order[-2:]
-        row = self._moment(array, "row", square.mean(large))
-        column = self._moment(array, "column", square.mean(small))
-        row.mul_(decay).add_(square.mean(large), alpha=1 - decay)
-        column.mul_(decay).add_(square.mean(small), alpha=1 - decay)
+        row, column = mean("row", square.mean(large)), mean("column", square.mean(small))
         axis = small - 1 if small > large else small
         row_factor = (row / row.mean(axis, keepdim=True)).rsqrt()
         return g * row_factor.unsqueeze(large) * column.rsqrt().unsqueeze(small)
-
-
-def stacks(gradients: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Name of the stacked array → its parameters, by layer."""
-    found: dict[str, list[str]] = {}
-    for name in gradients:
-        found.setdefault(LAYER.sub("layers.", name), []).append(name)
-    return found

@@ -1,114 +1,184 @@
 """One optimizer step: the gradients of a batch, in micro-batches, and the numbers beside them.
 
-Shapes: B rows of an optimizer step, T positions.
+Letters: B rows of an optimizer step, T positions.
 """
 
 import contextlib
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from jax_distill.config import LossConfig
-from torch_ref.losses import IMPLEMENTATIONS, LossSums
-from torch_ref.model import Model, head, hidden_states
+from jax_distill.batch import Batch, EncodedTopK, LiveTeacher, TopK
+from jax_distill.objective import Execution, HiddenObjective, Objective
+from torch_ref.losses import LossSums, hidden_sum, logits, loss
+from torch_ref.model import Model, head, hidden_states, layer_outputs
+from torch_ref.routers import Routers
+from torch_ref.teacher import targets_of
 
-Batch = dict[str, np.ndarray]
+
+class Live(NamedTuple):
+    """A teacher that runs beside the student; temperature: τ of its divergence. top_k: how many of
+    its largest logits the loss reads, out of `vocab_size` real ones; None: the whole vocabulary,
+    which then is the student's."""
+
+    model: Model
+    temperature: float
+    top_k: int | None = None
+    vocab_size: int = 0
 
 
-def loss_sums(
-    model: Model, batch: Batch, *, loss: LossConfig, vocab_size: int, compute_dtype: torch.dtype
-) -> LossSums:
-    """Summed loss of rows [B,T] of a store, and the sums it is made of.
+class LossTask(NamedTuple):
+    """What every step of a run scores its hidden states with.
 
-    Parameters wider than `compute_dtype` are cast where they are multiplied (autocast); norms and
-    softmax keep float32. vocab_size: the columns of the head that are real.
+    vocab_size: rows of the head that are real; the rest is padding. compute_dtype: of the matmuls.
+    hidden: the hidden-state term, and its projections [P,D',D], or None where widths are equal.
+    routers: of the student.
+    """
+
+    objective: Objective
+    execution: Execution
+    vocab_size: int
+    compute_dtype: torch.dtype = torch.float32
+    teacher: Live | None = None
+    hidden: HiddenObjective | None = None
+    projection: Tensor | None = None
+    routers: Routers | None = None
+
+
+class StepSums(NamedTuple):
+    """The loss's sums, and that of the hidden-state distance without its weight; None: there is
+    no such term."""
+
+    loss: LossSums
+    hidden: Tensor | None = None
+
+
+@torch.no_grad()
+def with_teacher(batch: Batch, task: LossTask) -> Batch:
+    """The batch of tensors [B,T] with the live teacher's outputs for it."""
+    live, inputs = task.teacher, (batch.tokens, batch.segment_ids, batch.positions)
+    assert live is not None
+    layers = task.hidden.teacher_layers if task.hidden else ()
+    with layer_outputs(live.model, layers) as outputs:
+        hidden = hidden_states(live.model, *inputs)
+    if layers:
+        batch = replace(batch, teacher_layers=torch.stack(outputs, dim=2))
+    if live.top_k is None:
+        real_head = head(live.model)._replace(vocab_size=task.vocab_size)
+        teacher = LiveTeacher(hidden, real_head, live.temperature)
+        return replace(batch, targets=None, teacher=teacher)
+    return replace(batch, targets=live_top_k(hidden, live, task.execution.chunk_size))
+
+
+def live_top_k(hidden: Tensor, live: Live, chunk_size: int) -> TopK:
+    """The targets that a cache of the live teacher's hidden states [B,T,D] would give."""
+    real_head = head(live.model)._replace(vocab_size=live.vocab_size)
+    options: dict[str, Any] = {"top_k": live.top_k, "temperatures": (live.temperature,)}
+    parts = [
+        targets_of(logits(part, real_head), **options)[0].arrays()
+        for part in hidden.flatten(0, 1).split(chunk_size)
+    ]
+    arrays = {
+        name: torch.cat([part[name] for part in parts]).unflatten(0, hidden.shape[:2]).cpu().numpy()
+        for name in parts[0]
+    }
+    found = EncodedTopK.from_arrays(arrays, (live.temperature,)).decode(live.temperature)
+    return found.map(lambda x: torch.from_numpy(x).to(hidden.device))
+
+
+def as_tensor(x: np.ndarray, device: torch.device) -> Tensor:
+    """A numpy array on the device; numpy's bfloat16 is another package's, so its bits go over."""
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(x).to(device)
+
+
+def loss_sums(model: Model, batch: Batch, task: LossTask) -> StepSums:
+    """Summed loss of numpy rows [B,T], and the sums it is made of. The load-balancing term counts
+    once for each valid token of the rows.
+
+    Parameters wider than the compute dtype are cast where they are multiplied (autocast); norms
+    and softmax keep float32.
     """
     device = model.device
-    arrays = {name: torch.from_numpy(value).to(device) for name, value in batch.items()}
-    mixed = compute_dtype != model.dtype
-    with torch.autocast(device.type, compute_dtype) if mixed else contextlib.nullcontext():
-        hidden = hidden_states(model, arrays["tokens"], arrays["segment_ids"], arrays["positions"])
-    full = head(model)
-    return IMPLEMENTATIONS[loss.implementation](
-        hidden.to(compute_dtype),
-        full.weight,
-        arrays["labels"],
-        arrays["mask"],
-        arrays.get("teacher_indices"),
-        arrays.get("teacher_logprobs"),
-        arrays.get("teacher_log_tail"),
-        arrays.get("teacher_count"),
-        vocab_size=vocab_size,
-        tail=loss.tail,
-        divergence=loss.divergence,
-        jsd_beta=loss.jsd_beta,
-        temperature=loss.temperature,
-        chunk_size=loss.chunk_size,
-        kl_weight=loss.kl_weight,
-        ce_weight=loss.ce_weight,
-        z_loss_weight=loss.z_loss_weight,
-        bias=full.bias,
-        soft_cap=full.soft_cap,
-        logit_scale=full.logit_scale,
-    )
+    batch = batch.map(lambda x: as_tensor(x, device))
+    if task.teacher is not None:
+        batch = with_teacher(batch, task)
+    if task.routers is not None:
+        task.routers.begin()
+    mixed = task.compute_dtype != model.dtype
+    cast = torch.autocast(device.type, task.compute_dtype) if mixed else contextlib.nullcontext()
+    layers = task.hidden.student_layers if task.hidden else ()
+    with cast, layer_outputs(model, layers) as outputs:
+        hidden = hidden_states(model, batch.tokens, batch.segment_ids, batch.positions)
+    real_head = head(model)._replace(vocab_size=task.vocab_size)
+    hidden = hidden.to(task.compute_dtype)
+    sums = loss(hidden, real_head, batch, task.objective, task.execution)
+    load = None if task.routers is None else task.routers.load(batch.segment_ids > 0)
+    if task.routers is not None and load is not None and task.routers.weight:
+        term = task.routers.weight * load.balance()
+        sums = sums._replace(loss=sums.loss + sums.count * term)
+    if task.hidden is None:
+        return StepSums(sums)
+    states = [x.to(task.compute_dtype) for x in outputs]
+    distance = hidden_sum(states, batch.teacher_layers, batch.mask, task.projection, task.hidden)
+    return StepSums(sums._replace(loss=sums.loss + task.hidden.weight * distance), distance)
 
 
 def micro_batches(batch: Batch, size: int) -> list[Batch]:
-    """The rows of a batch, `size` at a time."""
-    rows = len(batch["tokens"])
-    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, rows, size)]
+    """The rows of a batch, `size` at a time; the last may have fewer."""
+
+    def rows_from(first: int) -> Batch:
+        return batch.map(lambda x: x[first : first + size])
+
+    return [rows_from(first) for first in range(0, len(batch.mask), size)]
 
 
-def add(total: LossSums | None, sums: LossSums) -> LossSums:
+def add(total: StepSums | None, sums: StepSums) -> StepSums:
     """Field by field, without gradients."""
-    values = [x.detach() for x in sums]
-    if total is not None:
-        values = [a + b for a, b in zip(total, values, strict=True)]
-    return LossSums(*values)
+    of_loss = LossSums(*(x.detach() for x in sums.loss))
+    hidden = None if sums.hidden is None else sums.hidden.detach()
+    if total is None:
+        return StepSums(of_loss, hidden)
+    if hidden is not None and total.hidden is not None:
+        hidden = hidden + total.hidden
+    return StepSums(LossSums(*map(torch.add, total.loss, of_loss)), hidden)
 
 
-def means(sums: LossSums) -> dict[str, float]:
+def means(step: StepSums) -> dict[str, float]:
     """Sums over tokens → means per valid token (0 where there is none), and the count itself.
 
     What was not computed (NaN without a teacher) is left out.
     """
+    sums = step.loss
     count = max(sums.count.item(), 1.0)
     found = {k: v.item() / count for k, v in sums._asdict().items() if k != "count"}
-    named = {k: v for k, v in found.items() if not np.isnan(v) or k == "loss"}
+    if step.hidden is not None:
+        found["hidden_loss"] = step.hidden.item() / count
+    named = {k: v for k, v in found.items() if not math.isnan(v) or k == "loss"}
     return {**named, "valid_tokens": sums.count.item()}
 
 
-def batch_gradients(
-    model: Model,
-    batch: Batch,
-    *,
-    micro_batch_size: int,
-    loss: LossConfig,
-    vocab_size: int,
-    compute_dtype: torch.dtype,
-) -> tuple[dict[str, Tensor], LossSums]:
-    """Gradients by parameter name of the mean loss over the batch's valid tokens, and the sums.
+def backward(model: Model, batch: Batch, task: LossTask, *, micro_batch_size: int) -> StepSums:
+    """Set every parameter's `.grad` to the gradient of the mean loss over the batch's valid
+    tokens, summed over micro-batches; returns the sums.
 
-    One denominator: the valid tokens of the whole batch, whatever the micro-batches. The gradients
-    of several micro-batches are summed in float32 and end in the parameters' dtype.
+    One denominator: the valid tokens of the whole batch, whatever the micro-batches.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    count = max(int(batch["mask"].sum()), 1)
-    micros = micro_batches(batch, micro_batch_size)
-    total: dict[str, Tensor] = {}
-    sums: LossSums | None = None
-    for micro in micros:
-        found = loss_sums(
-            model, micro, loss=loss, vocab_size=vocab_size, compute_dtype=compute_dtype
-        )
-        gradients = torch.autograd.grad(
-            found.loss / count, list(parameters.values()), materialize_grads=True
-        )
-        sums = add(sums, found)
-        for name, g in zip(parameters, gradients, strict=True):
-            if len(micros) > 1:
-                g = g.float()
-            total[name] = total[name].add_(g) if name in total else g
-    assert sums is not None
-    return {name: g.to(parameters[name].dtype) for name, g in total.items()}, sums
+    model.zero_grad()
+    if task.projection is not None:
+        task.projection.grad = None
+    if task.routers is not None:
+        task.routers.clear()
+    count = max(int(batch.mask.sum()), 1)
+    total: StepSums | None = None
+    for micro in micro_batches(batch, micro_batch_size):
+        sums = loss_sums(model, micro, task)
+        (sums.loss.loss / count).backward()
+        total = add(total, sums)
+    assert total is not None
+    return total

@@ -1,117 +1,178 @@
 """`python -m torch_ref.train --config configs/x.yaml [--device cuda] [--compile]`: the same run.
 
-The same configuration, store, row order, loss, optimizer and run folder as `jax_distill.train`,
-with transformers' own models. The stores must be there, made as configured (`python -m
+The same configuration, cache, row order, loss, optimizer and run folder as `jax_distill.train`,
+with transformers' own models. The caches must be there, made as configured (`python -m
 jax_distill.teacher`, or `python -m torch_ref.teacher`); give this run its own --output_dir, and
---cache.path that of the stores. The same command resumes. What it cannot do as configured is
-refused by name.
+--cache.path that of the caches. Re-run the same command to resume. What it cannot do as configured
+is refused by name.
+
+B rows of an optimizer step, T positions.
 """
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from jax_distill import report
-from jax_distill.cache import Store, teacher_fingerprint
-from jax_distill.card import model_card
-from jax_distill.config import (
-    CommandLine,
-    Config,
-    Refusal,
-    as_dict,
-    load,
-    run_command,
-    without_teacher,
+from jax_distill import loop
+from jax_distill.base.command import CommandLine, run_command
+from jax_distill.base.console import StepProgress, StopSignal, say
+from jax_distill.base.errors import UserError
+from jax_distill.batch import DRAWS, Batch
+from jax_distill.cache import (
+    Cache,
+    refuse_other_cache,
+    table_rows,
+    teacher_fingerprint,
+    validation_rows,
 )
+from jax_distill.config import Config, as_dict, flatten, load, without_teacher
 from jax_distill.data import row_indices, vocabulary_of
-from jax_distill.run import (
-    Metrics,
-    Run,
-    StepProgress,
-    Stopped,
-    StopSignal,
-    not_finite,
-    read_metrics,
-    say,
-    write_json,
-)
+from jax_distill.hidden_layers import PROJECTION, start_projection, teacher_width, with_pairs
+from jax_distill.model_folder import model_card
+from jax_distill.run import Metrics, Run
+from jax_distill.sweep import sweep
 from torch_ref.checkpoint import Checkpoints
-from torch_ref.evaluate import heldout_table, table_rows, validation_rows
-from torch_ref.losses import LossSums
-from torch_ref.model import Model, device_named, load_model, place_of, recompute_layers
-from torch_ref.optimizer import Optimizer, global_norm, learning_rate_schedule
-from torch_ref.step import add, batch_gradients, loss_sums, means
+from torch_ref.evaluate import test_table
+from torch_ref.model import (
+    Model,
+    device_named,
+    load_config,
+    load_model,
+    local_path,
+    recompute_layers,
+)
+from torch_ref.optimizer import (
+    clip_gradients,
+    learning_rate_schedule,
+    make_optimizer,
+    set_learning_rate,
+)
+from torch_ref.routers import Routers
+from torch_ref.step import Live, LossTask, StepSums, add, backward, loss_sums, means
 from torch_ref.student import count_parameters, export, prepare_student
 from torch_ref.teacher import default_device
 
-# Fields that this program reads, that only the making of stores reads, or that change no number.
+# Fields that this program reads, that only the making of caches reads, or that change no number.
 KNOWN = """
-output_dir seed teacher.path teacher.dtype teacher.batch_size student.path student.from_teacher
-student.from_teacher.layers student.from_teacher.parameters data.path data.format data.tokenizer
-data.sequence_length data.packing data.heldout_fraction data.max_rows data.max_heldout_rows
-cache.path cache.top_k cache.read_top_k cache.temperatures cache.shard_rows loss.implementation
-loss.tail loss.divergence loss.jsd_beta loss.temperature loss.chunk_size loss.kl_weight
-loss.ce_weight loss.z_loss_weight loss.valid_first optimizer.name optimizer.learning_rate
-optimizer.schedule optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay
-optimizer.b1 optimizer.b2 optimizer.clip_norm train.steps train.batch_size train.micro_batch_size
-train.param_dtype train.compute_dtype train.remat train.log_every train.eval_every train.save_every
-train.keep train.ce_baseline train.ce_baseline_learning_rate
+output_dir seed teacher.mode teacher.path teacher.dtype teacher.batch_size teacher.beyond_context
+student.path student.from_teacher student.from_teacher.layers student.from_teacher.parameters
+data.path data.format data.tokenizer data.sequence_length data.packing data.separate_documents
+data.heldout_fraction data.max_rows data.max_heldout_rows cache.path cache.top_k cache.top_p
+cache.read_top_k cache.sampling cache.samples cache.temperatures cache.shard_rows
+loss.implementation loss.tail loss.divergence loss.jsd_beta loss.temperature loss.chunk_size
+loss.kl_weight loss.ce_weight loss.z_loss_weight loss.router_weight loss.valid_first
+loss.hidden_weight loss.hidden_kind loss.hidden_layers cache.hidden_layers optimizer.name
+optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.final_learning_rate
+optimizer.weight_decay optimizer.b1 optimizer.b2 optimizer.clip_norm optimizer.offload
+train.steps train.epochs train.batch_size train.micro_batch_size train.param_dtype
+train.compute_dtype train.remat train.log_every train.eval_every train.save_every train.keep
+train.resume_step train.ce_baseline train.ce_baseline_learning_rate
 """.split()
 
 
 def refuse_unknown(config: Config) -> None:
-    """Refusal naming the first field that is set to what torch_ref does not do."""
-    values, defaults = _flat(as_dict(config)), _flat(as_dict(Config()))
+    """UserError naming the first field that is set to what torch_ref does not do."""
+    values, defaults = flatten(as_dict(config)), flatten(as_dict(Config()))
     for key, value in values.items():
         if key not in KNOWN and value != defaults.get(key):
-            raise Refusal(
+            raise UserError(
                 f"expected {key} {defaults.get(key)} in torch_ref, got {value}; leave it, or use "
                 "python -m jax_distill.train"
             )
     train = config.train
     if train.remat == "dots":
-        raise Refusal("expected train.remat none or layer in torch_ref, got dots; set one of them")
+        raise UserError(
+            "expected train.remat none or layer in torch_ref, got dots; set one of them"
+        )
     if train.param_dtype == "bfloat16":
-        raise Refusal(
-            "expected train.param_dtype float32 in torch_ref, which cannot round updates by "
-            "chance, got bfloat16; leave it, or use python -m jax_distill.train"
+        raise UserError(
+            "expected train.param_dtype float32 in torch_ref, which has no stochastic rounding, "
+            "got bfloat16; leave it, or use python -m jax_distill.train"
         )
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, dict)
-        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return flat
+def loss_task(
+    config: Config,
+    vocab_size: int,
+    cache: Cache,
+    *,
+    routers: Routers,
+    teacher: Model | None = None,
+    projection: torch.Tensor | None = None,
+) -> LossTask:
+    """The loss as configured, for a student with a head of `vocab_size` real rows, with a live
+    teacher or not."""
+    loss, compute_dtype = config.loss, getattr(torch, config.train.compute_dtype)
+    live = None
+    if teacher is not None:
+        top_k = config.cache.top_k if config.teacher.mode == "online_top_k" else None
+        live = Live(teacher, loss.temperature, top_k, cache.manifest.vocab_size)
+    return LossTask(
+        loss.objective(),
+        loss.execution(),
+        vocab_size,
+        compute_dtype,
+        live,
+        loss.hidden_objective(),
+        projection,
+        routers,
+    )
 
 
-def reader_knobs(config: Config) -> dict[str, Any]:
-    """What `Store.read` needs to know of the configuration."""
-    return {"temperature": config.loss.temperature, "top_k": config.cache.read_top_k}
+def make_projection(
+    config: Config, model: Model, cache: Cache, teacher: Model | None
+) -> torch.Tensor | None:
+    """The projections [P,D',D] of the hidden-state loss as they start, or None where there is none
+    or the widths are equal."""
+    objective = config.loss.hidden_objective()
+    if objective is None:
+        return None
+    live_width = None if teacher is None else teacher.config.get_text_config().hidden_size
+    theirs = teacher_width(config, cache.manifest, live_width)
+    ours = model.config.get_text_config().hidden_size
+    if ours == theirs:
+        return None
+    pairs = len(objective.pairs)
+    start = start_projection(pairs, width=ours, teacher=theirs, seed=config.seed)
+    return torch.from_numpy(start).to(model.device, model.dtype).requires_grad_()
 
 
-def step_knobs(config: Config, vocab_size: int) -> dict[str, Any]:
-    """What the step functions need to know of the configuration."""
-    compute_dtype = getattr(torch, config.train.compute_dtype)
-    return {"loss": config.loss, "vocab_size": vocab_size, "compute_dtype": compute_dtype}
+def layer_count(config: Any) -> int:
+    """Of a model's configuration."""
+    return int(config.get_text_config().num_hidden_layers)
+
+
+def read_batch(cache: Cache, rows: np.ndarray, config: Config) -> Batch:
+    """Rows of a cache with the targets as configured."""
+    if config.teacher.is_live:
+        return cache.read(rows, targets=False)
+    hidden = config.loss.hidden_objective()
+    return cache.read(
+        rows,
+        temperature=config.loss.temperature,
+        top_k=config.cache.read_top_k,
+        hidden_layers=hidden.teacher_layers if hidden else (),
+    )
 
 
 @torch.no_grad()
-def heldout_means(model: Model, store: Store, config: Config, vocab_size: int) -> dict[str, float]:
-    """The training objective on the validation rows, from stored targets, per valid token."""
-    rows = validation_rows(store)
+def validation_means(
+    model: Model, cache: Cache, config: Config, task: LossTask
+) -> dict[str, float]:
+    """The training objective on the validation rows, per valid token."""
+    rows = validation_rows(cache)
     size = config.train.micro_batch_size or config.train.batch_size
-    total: LossSums | None = None
+    total: StepSums | None = None
     for first in range(0, len(rows), size):
-        batch = store.read(rows[first : first + size], **reader_knobs(config))
-        total = add(total, loss_sums(model, batch, **step_knobs(config, vocab_size)))
+        batch = read_batch(cache, rows[first : first + size], config)
+        total = add(total, loss_sums(model, batch, task))
     values = means(total) if total else {}
-    return {f"heldout_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
+    return {f"val_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
 
 
 def fit(
@@ -119,48 +180,55 @@ def fit(
     folder: Path,
     model: Model,
     *,
-    stores: tuple[Store, Store],
+    caches: tuple[Cache, Cache],
     steps: int,
     vocab_size: int,
     what: str,
+    teacher: Model | None = None,
+    resume_step: int | None = None,
 ) -> None:
-    """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`.
+    """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`,
+    beside a live teacher if there is one. `config.loss.hidden_layers` are pairs.
 
     Raises:
-        Failure: the loss, or the held-out one, is not finite; names the step and the rows. Nothing
-            of it is saved.
+        RunError: the loss, or the validation loss, is not finite; names the step and the rows.
+            Nothing of it is saved. Or the checkpoint to resume from is damaged.
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
-    train, wanted, (train_store, heldout_store) = config.train, config.optimizer, stores
+    train, options, (train_cache, heldout_cache) = config.train, config.optimizer, caches
     schedule = learning_rate_schedule(
-        wanted.schedule,
-        learning_rate=wanted.learning_rate,
-        final=wanted.final_learning_rate,
-        warmup_steps=wanted.warmup_steps,
+        options.schedule,
+        learning_rate=options.learning_rate,
+        final=options.final_learning_rate,
+        warmup_steps=options.warmup_steps,
         steps=steps,
     )
     parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-    optimizer = Optimizer(
-        wanted.name,
+    projection = make_projection(config, model, train_cache, teacher)
+    if projection is not None:
+        parameters[PROJECTION] = projection
+    optimizer = make_optimizer(
+        options.name,
         parameters,
-        b1=wanted.b1,
-        b2=wanted.b2,
-        weight_decay=wanted.weight_decay,
-        clip_norm=wanted.clip_norm,
+        b1=options.b1,
+        b2=options.b2,
+        weight_decay=options.weight_decay,
     )
     if train.remat == "layer":
         recompute_layers(model)
     checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
-    first = checkpoints.latest_step() or 0
-    if first > steps:
-        raise Refusal(
-            f"expected train.steps of at least {first}, which are done, got {steps}; "
-            "set another --output_dir for a shorter run"
-        )
+    first = loop.first_step(checkpoints, steps=steps, resume_step=resume_step)
     if first:
         checkpoints.restore(first, parameters, optimizer)
+        if resume_step is not None:
+            checkpoints.set_aside_after(first)
         say(f"{what}: resumed at step {first} of {steps}")
-    tokens = train.batch_size * train_store.manifest.sequence_length
+    routers = Routers(model, config.loss.router_weight)
+    task = loss_task(
+        config, vocab_size, train_cache, routers=routers, teacher=teacher, projection=projection
+    )
+    micro = train.micro_batch_size or train.batch_size
+    tokens = train.batch_size * train_cache.manifest.sequence_length
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
     with StopSignal() as stop, Metrics(folder, resume_step=first) as metrics, progress:
         for index in range(first, steps):
@@ -168,128 +236,109 @@ def fit(
             rows = row_indices(
                 index,
                 batch_size=train.batch_size,
-                num_rows=train_store.rows,
+                num_rows=train_cache.rows,
                 seed=config.seed,
             )
-            batch = train_store.read(rows, **reader_knobs(config))
-            gradients, sums = batch_gradients(
-                model,
-                batch,
-                micro_batch_size=train.micro_batch_size or train.batch_size,
-                **step_knobs(config, vocab_size),
-            )
-            values = means(sums)
-            values["gradient_norm"] = global_norm(gradients).item()
+            batch = read_batch(train_cache, rows, config)
+            sums = backward(model, batch, task, micro_batch_size=micro)
+            norm = clip_gradients(parameters.values(), options.clip_norm)
+            values = means(sums) | routers.metrics()
+            values["gradient_norm"] = norm.item()
             values["learning_rate"] = schedule(index)
             step = index + 1
-            if not np.isfinite(values["loss"] + values["gradient_norm"]):
-                broken = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
-                raise not_finite(step, broken, rows, checkpoints.latest_step())
-            if not values["valid_tokens"]:
-                say(f"step {step}: no valid token in rows {rows.tolist()}: nothing was learned")
-            optimizer.step(gradients, values["learning_rate"])
-            del gradients
+            loop.check_step(values, step, rows, checkpoints)
+            set_learning_rate(optimizer, values["learning_rate"])
+            optimizer.step()
+            model.zero_grad()  # validation can use their memory
             values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-            at_eval = step == steps or bool(train.eval_every and step % train.eval_every == 0)
-            at_save = at_eval or bool(train.save_every and step % train.save_every == 0)
-            if at_eval:
-                values |= heldout_means(model, heldout_store, config, vocab_size)
-                if not np.isfinite(values.get("heldout_loss", 0.0)):
-                    broken = f"held-out loss {values['heldout_loss']} after it"
-                    raise not_finite(step, broken, rows, checkpoints.latest_step())
-            if at_eval or step % train.log_every == 0 or step == 1:
+            due = loop.due(train, step, steps)
+            if due.evaluate:
+                values |= validation_means(model, heldout_cache, config, task)
+                loop.check_validation(values, step, rows, checkpoints)
+            if due.log:
                 metrics.log(step, values)
             stopping = stop.received  # read once: it may come between the save and the stop
-            if at_save or stopping:
-                heldout = values.get("heldout_kl", values.get("heldout_loss"))
-                checkpoints.save(step, parameters, optimizer, heldout=heldout)
+            if due.save or stopping:
+                checkpoints.save(step, parameters, optimizer, validation=loop.best_by(values))
             progress.update(step, values["loss"])
             if stopping:
-                raise Stopped(f"{what}: {stopping} at step {step} of {steps}, state saved")
-        if stop.received:  # since the last step was saved
-            raise Stopped(f"{what}: {stop.received} after step {steps} of {steps}, state saved")
+                raise loop.stopped(stopping, what, step, steps)
+        loop.check_stop(stop, what, steps)
     model.eval()
 
 
-def student_vocabulary(model: Model, folder: Path, store: Store) -> int:
-    """Real columns of the student's head; raises as `Store.student_length` does."""
+def student_vocabulary(model: Model, folder: Path, cache: Cache) -> int:
+    """Real rows of the student's head; raises as `Cache.student_length` does."""
     embedding: Any = model.get_input_embeddings()
-    columns = embedding.num_embeddings
-    return min(store.student_length(columns, vocabulary_of(folder), str(folder)), columns)
+    size = embedding.num_embeddings
+    return min(cache.student_length(size, vocabulary_of(folder), str(folder)), size)
 
 
-def live_teacher(config: Config, store: Store) -> tuple[str | None, str]:
-    """(`teacher.path`, for what needs the live teacher, or None where the store alone teaches; why
+def live_teacher(config: Config, cache: Cache) -> tuple[str | None, str]:
+    """(`teacher.path`, for what needs the live teacher, or None where the cache alone teaches; why
     it is not here).
 
     Raises:
-        Refusal: the store was made with another teacher.
+        UserError: the cache was made with another teacher.
     """
     if not config.teacher.path:
         return None, ""
     try:
-        place = place_of(config.teacher.path)
-    except Refusal as refusal:
-        return None, str(refusal)
-    found, stored = teacher_fingerprint(place), store.manifest.teacher_fingerprint
-    if store.manifest.top_k and found != stored:
-        raise Refusal(
-            f"expected the teacher that the store at {store.path} was made with (fingerprint "
-            f"{stored}), got {found} at {place}; give another cache.path, or that teacher"
-        )
+        path = local_path(config.teacher.path)
+    except UserError as error:
+        return None, str(error)
+    if cache.manifest.top_k:
+        wanted = replace(cache.manifest, teacher_fingerprint=teacher_fingerprint(path))
+        refuse_other_cache(cache.path, cache.manifest, wanted)
     return config.teacher.path, ""
 
 
-def refuse_other_settings(store: Store, split: str, config: Config) -> None:
-    """What a run says of itself, in config.yaml and on the model card, is what its store holds.
+def refuse_other_settings(cache: Cache, split: str, config: Config) -> None:
+    """What config.yaml and the model card of a run state is what its cache was made with.
 
     Raises:
-        Refusal: naming the first setting that the store was made otherwise with.
+        UserError: naming the settings that differ, with both values.
     """
-    made, text, cache = store.manifest, config.data, config.cache
-    settings: dict[str, tuple[Any, Any]] = {
-        "data.sequence_length": (made.sequence_length, text.sequence_length)
-    }
-    for key in ("format", "packing", "heldout_fraction", "max_rows"):
-        field = "max_heldout_rows" if (key, split) == ("max_rows", "heldout") else key
-        if key in made.data:
-            settings[f"data.{field}"] = made.data[key], getattr(text, field)
+    made, text = cache.manifest, config.data
+    rows = text.max_heldout_rows if split == "heldout" else text.max_rows
+    settings = text.row_settings() | {"max_rows": rows}
+    optional = "separate_documents"  # in a manifest only where it is false
+    data = {key: settings.get(key, value) for key, value in made.data.items()}
+    data.pop(optional, None)
+    data |= {key: value for key, value in settings.items() if key == optional}
+    wanted = replace(made, sequence_length=text.sequence_length, data=data)
     if made.top_k:
-        settings["cache.top_k"] = made.top_k, cache.top_k
-        settings["cache.temperatures"] = list(made.temperatures), list(cache.temperatures)
-        settings["teacher.dtype"] = made.teacher_dtype, config.teacher.dtype
-    for name, (stored, wanted) in settings.items():
-        if stored != wanted:
-            raise Refusal(
-                f"expected {name} {stored}, with which the store at {store.path} was made, got "
-                f"{wanted}; set it so, or give the cache.path of a store made with {wanted}"
-            )
+        targets = config.cache.stored_targets(text.sequence_length)
+        hidden = {key: shape for key, shape in made.optional.items() if key != DRAWS}
+        targets["optional"] |= hidden
+        wanted = replace(wanted, **targets, teacher_dtype=config.teacher.dtype)
+    refuse_other_cache(cache.path, made, wanted)
 
 
-def open_stores(config: Config) -> tuple[Store, Store]:
+def open_caches(config: Config) -> tuple[Cache, Cache]:
     """`<cache.path>/train` and `/heldout`, finished, made as configured, with a teacher if the loss
     needs one."""
     splits = ("train", "heldout")
-    stores = tuple(Store.open(f"{config.cache.path}/{split}") for split in splits)
-    for split, store in zip(splits, stores, strict=True):
-        store.require_complete()
-        if config.loss.kl_weight and not store.manifest.top_k:
-            raise Refusal(
-                f"expected a store with a teacher at {store.path}, got rows alone; run "
+    caches = tuple(Cache.open(f"{config.cache.path}/{split}") for split in splits)
+    for split, cache in zip(splits, caches, strict=True):
+        cache.require_complete()
+        if config.loss.kl_weight and not (cache.manifest.top_k or config.teacher.is_live):
+            raise UserError(
+                f"expected a cache with a teacher at {cache.path}, got rows alone; run "
                 "python -m torch_ref.teacher, or set loss.kl_weight 0 and loss.ce_weight 1"
             )
-        refuse_other_settings(store, split, config)
-    return stores[0], stores[1]
+        refuse_other_settings(cache, split, config)
+    return caches[0], caches[1]
 
 
 def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     """The whole job in order."""
-    stores = open_stores(config)
-    train_store, heldout_store = stores
-    run.use_store(train_store.manifest.fingerprint)
-    teacher_path, missing = live_teacher(config, train_store)
+    caches = open_caches(config)
+    train_cache, heldout_cache = caches
+    run.use_cache(train_cache.manifest.fingerprint)
+    teacher_path, missing = live_teacher(config, train_cache)
     start, folder = prepare_student(config, run.path, teacher_path, trained=run.trained)
-    steps = config.train.steps or max(train_store.rows // config.train.batch_size, 1)
+    steps = config.train.total_steps(train_cache.rows)
 
     def student() -> Model:
         model = load_model(start, dtype=config.train.param_dtype, device=device)
@@ -298,61 +347,70 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         return model
 
     model = student()
-    vocab_size = student_vocabulary(model, folder, train_store)
+    vocab_size = student_vocabulary(model, folder, train_cache)
+    depth = None if teacher_path is None else layer_count(load_config(teacher_path))
+    config = with_pairs(config, student=layer_count(model.config), teacher=depth)
     if missing:
         say(
-            "the store alone teaches, without held-out table, which needs the live teacher: "
+            "training from the cache alone, without the test table, which needs the live teacher: "
             + missing
         )
-    knobs: dict[str, Any] = {"stores": stores, "steps": steps, "vocab_size": vocab_size}
-    fit(config, run.path, model, what="student", **knobs)
+    options: dict[str, Any] = {"caches": caches, "steps": steps, "vocab_size": vocab_size}
+    live = None
+    if config.teacher.is_live:
+        if missing:
+            mode = config.teacher.mode
+            raise UserError(f"{missing}; it runs beside the student with teacher.mode {mode}")
+        assert teacher_path
+        live = load_model(teacher_path, dtype=config.teacher.dtype, device=device)
+        say(f"teacher: {teacher_path}, beside the student")
+    fit(
+        config,
+        run.path,
+        model,
+        what="student",
+        teacher=live,
+        resume_step=config.train.resume_step,
+        **options,
+    )
     models = {"student_before": student(), "student": model}
     if config.train.ce_baseline:
         baseline = models["ce_baseline"] = student()
-        place = run.path / "ce_baseline"
-        fit(without_teacher(config), place, baseline, what="CE-only student", **knobs)
+        baseline_folder = run.path / "ce_baseline"
+        fit(without_teacher(config), baseline_folder, baseline, what="CE-only student", **options)
     table: dict[str, dict[str, float]] = {}
     if teacher_path:
         teacher = load_model(teacher_path, dtype=config.teacher.dtype, device=device)
-        table = heldout_table(
+        table = test_table(
             {"teacher": teacher, **models},
-            heldout_store,
-            table_rows(heldout_store),
+            heldout_cache,
+            table_rows(heldout_cache),
             batch_size=config.teacher.batch_size,
             chunk_size=config.loss.chunk_size,
         )
         for name, row in table.items():
             shown = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
-            say(f"held-out text, {name}: {shown}")
-    records = read_metrics(run.path / "metrics.jsonl")
-    last: dict[str, Any] = next((r for r in reversed(records) if "heldout_loss" in r), {})
-    summary = {
-        "heldout": table,
-        "validation": {k: v for k, v in last.items() if k.startswith("heldout_")},
-        "student_parameters": count_parameters(model),
-        "teacher_parameters": count_parameters(teacher) if teacher_path else None,
-        "steps": steps,
-        "tokens_trained": steps * config.train.batch_size * train_store.manifest.sequence_length,
-        "seconds": run.seconds,
-        "cache": {
-            "path": train_store.path,
-            "tokens": train_store.tokens,
-            "bytes_per_token": train_store.nbytes / max(train_store.tokens, 1),
-        },
-    }
+            say(f"test table, {name}: {shown}")
+    summary = loop.summary_of(
+        run,
+        config,
+        train_cache,
+        steps=steps,
+        table=table,
+        student_parameters=count_parameters(model),
+        teacher_parameters=count_parameters(teacher) if teacher_path else None,
+    )
     card = model_card(
         summary=summary,
         config=as_dict(config),
-        store=train_store.manifest.fingerprint,
+        cache=train_cache.manifest.fingerprint,
         program="jax_distill's torch_ref",
     )
     export(model, folder, run.path / "export", card=card)
-    write_json(run.path / "summary.json", summary)
-    report.write_report(run.path, summary)
-    say(f"done in {summary['seconds']:,.0f} s: {run.path}/export, summary.json, report.html")
+    loop.finish(run, summary)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int | None:
     """Train as configured, with PyTorch."""
     parser = CommandLine("torch_ref.train", add_help=False)
     parser.add_argument("--device", type=device_named, default=default_device(), help="cpu or cuda")
@@ -360,13 +418,14 @@ def main(argv: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(argv)
     if "--help" in rest:
         parser.print_help()
+    if "--sweep" in rest:
+        own = ["--device", options.device, *["--compile"] * options.compile]
+        return sweep("torch_ref.train", rest, own)
     config = load(rest, "torch_ref.train")
     refuse_unknown(config)
     with Run(config, backend="torch") as run:
-        try:
-            distil(config, run, device=options.device, compiled=options.compile)
-        except Stopped as stopped:
-            say(f"{stopped}; the same command goes on from there")
+        distil(config, run, device=options.device, compiled=options.compile)
+    return None
 
 
 if __name__ == "__main__":

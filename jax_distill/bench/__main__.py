@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from jax_distill.base.command import run_command
+from jax_distill.base.errors import UserError
 from jax_distill.bench import gpu_check, head, peers, step
-from jax_distill.config import Refusal, run_command
 
 BENCHMARKS = {
     "head": head.main,
@@ -15,9 +16,12 @@ BENCHMARKS = {
 
 def main(argv: Sequence[str]) -> int:
     """Hand the rest of the command line to the benchmark it names."""
+    if argv[:1] in (["--help"], ["-h"]):
+        print(f"usage: python -m jax_distill.bench {{{','.join(BENCHMARKS)}}} …   (NAME --help)")
+        return 0
     if not argv or argv[0] not in BENCHMARKS:
         got = repr(argv[0]) if argv else "nothing"
-        raise Refusal(f"expected a benchmark of {', '.join(BENCHMARKS)}, got {got}; name one")
+        raise UserError(f"expected a benchmark of {', '.join(BENCHMARKS)}, got {got}; name one")
     return BENCHMARKS[argv[0]](argv[1:])
 
 

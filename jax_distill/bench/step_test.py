@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from jax_distill import hf
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import find_path
 from jax_distill.bench import __main__ as bench
 from jax_distill.bench import step
-from jax_distill.config import Refusal, find_path
 
 SMALL = ["--data.sequence_length", "16", "--train.batch_size", "2", "--steps", "1"]
 SMALL += ["--config", "configs/quickstart.yaml", "--cache.top_k", "8"]
@@ -34,6 +35,7 @@ def test_each_setup_runs_in_its_own_process_and_the_table_stands_beside_the_plan
     assert "2 × 16 tokens a step, CPU" in said and "fused_chunked" in said
 
 
+@pytest.mark.usefixtures("optax_promotion")
 def test_overrides_reach_the_step(tmp_path):
     rows_at = tmp_path / "rows.json"
     layerwise = ["--optimizer.layerwise", "true", "--optimizer.clip_norm", "null"]
@@ -43,10 +45,22 @@ def test_overrides_reach_the_step(tmp_path):
     assert row["optimizer"]["layerwise"] and row["optimizer"]["state_dtype"] == "bfloat16"
 
 
+@pytest.mark.usefixtures("optax_promotion")
+def test_hidden_states_come_with_the_batch(tmp_path):
+    """As a cache gives them; beside a live teacher the step makes them."""
+    rows_at = tmp_path / "rows.json"
+    hidden = ["--loss.hidden_weight", "1", "--cache.hidden_layers", "2"]
+    options = ["--in_process", "--setups", "fused", "--json", str(rows_at)]
+    assert bench.main(["step", *SMALL, *hidden, *options]) == 0
+    (row,) = json.loads(rows_at.read_text())
+    assert row["setup"] == "fused" and row["loss"] > 1  # of random states: near 1 by itself
+    assert step.options_of("online") == ["--loss.implementation=dense", "--teacher.mode=online"]
+
+
 @pytest.mark.parametrize(
     "options,word",
     [
-        (["--setups", "dense,online"], "got online"),
+        (["--setups", "dense,offline"], "'offline'"),
         (["--setups", "fused,fast"], "'fast'"),
         (["--steps", "0"], "--steps"),
         (["--in_process"], "one setup"),
@@ -57,13 +71,13 @@ def test_overrides_reach_the_step(tmp_path):
     ],
 )
 def test_nonsense_is_refused_in_one_line(options, word):
-    with pytest.raises(Refusal, match=word) as refusal:
+    with pytest.raises(UserError, match=word) as refusal:
         bench.main(["step", *SMALL, *options])
     assert "\n" not in str(refusal.value)
 
 
 def test_several_devices_of_a_cpu_need_no_flag():
-    words = "from jax_distill.bench import step; print(len(step.local_target(2).devices))"
+    words = "from jax_distill import devices; print(len(devices.local_devices(2)))"
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     command = [sys.executable, "-c", words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -81,5 +95,6 @@ def test_a_setup_that_dies_leaves_the_others_and_exit_code_1(monkeypatch, capsys
 def test_the_papers_figures_stand_beside_its_own_case_only():
     model = hf.model_config(hf.read_config(find_path("configs/llama32_3b")))
     assert step.paper_of("fused_chunked", model, 8192) == (58.3, 20.2, 304.0)
+    assert step.paper_of("online", model, 8192) == (102.8, 25.9, 237.0)
     assert step.paper_of("fused", model, 8192) is None
     assert step.paper_of("dense", model, 32768) is None

@@ -1,33 +1,43 @@
-"""What a store's manifest calls its teacher: the content of the files it was run from."""
+"""What a manifest calls its teacher and its tokenizer: by their content."""
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError, shown
+from jax_distill.base.files import sha256_of
+from jax_distill.base.json_object import read_json_object
 
 # In the order in which transformers looks for them.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+FILE_NAME = re.compile(r"(?!\.+$)[\w.+@= -]{1,255}")  # no path, not only dots, one line
 
 
-def teacher_fingerprint(place: Path) -> str:
+def vocabulary_fingerprint(vocabulary: dict[str, int]) -> str:
+    """sha256, in hex, of a token → id map, by id: `data.Tokenizer.fingerprint` is the same."""
+    ordered = sorted((number, token) for token, number in vocabulary.items())
+    return hashlib.sha256(json.dumps(ordered, ensure_ascii=True).encode()).hexdigest()
+
+
+def teacher_fingerprint(path: Path) -> str:
     """sha256, in hex, of a teacher's content; both backends name it so.
 
     Args:
-        place: a `.gguf` file, of which it is the plain sha256 (whatever it is converted to or
+        path: a `.gguf` file, of which it is the plain sha256 (whatever it is converted to or
             called); or a model folder: over the names and bytes of config.json and the weight
             files, in order.
 
     Raises:
-        Refusal: no config.json there, or an index that is broken or lists a missing file.
+        UserError: no config.json there, or an index that is broken or lists a missing file.
     """
-    if place.suffix == ".gguf":
-        return _digest(place)
+    if path.suffix == ".gguf":
+        return sha256_of(path)
     digest = hashlib.sha256()
-    for file in sorted({place / "config.json", *_weight_files(place)}):
+    for file in sorted({path / "config.json", *_weight_files(path)}):
         if not file.is_file():
-            raise Refusal(f"expected {file}, got nothing there; fetch the folder again")
-        digest.update(f"{file.name} {_digest(file)}\n".encode())
+            raise UserError(f"expected {file}, got nothing there; download the folder again")
+        digest.update(f"{file.name} {sha256_of(file)}\n".encode())
     return digest.hexdigest()
 
 
@@ -37,16 +47,16 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
         if index.is_file():
-            try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-                return [folder / name for name in names]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise Refusal(
-                    f"expected a weight_map in {index}, got {error!r}; fetch it"
-                ) from error
+            weight_map = read_json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise UserError(
+                    f"expected a weight_map in {index}, got {shown(weight_map)}; re-download it"
+                )
+            for file in weight_map.values():
+                # A name, not a path: what the index lists lies beside it, and nowhere else.
+                if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
+                    raise UserError(
+                        f"expected names of files beside {index}, got {shown(file)}; re-download it"
+                    )
+            return [folder / file for file in weight_map.values()]
     return []
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

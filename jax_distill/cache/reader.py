@@ -1,69 +1,28 @@
-"""Reading a store: rows by index, logprobs from gaps, and the checks before training."""
+"""Reading a cache: rows by index, logprobs from gaps, and the checks before training."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import tensorstore as ts
 
-from jax_distill.cache.arrays import (
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.base.json_object import one_line
+from jax_distill.batch import DRAWS, ROW_ARRAYS, Batch, EncodedTopK
+from jax_distill.cache.arrays import metadata_key, open_array, shard_file
+from jax_distill.cache.documents import (
+    MANIFEST,
+    RERUN,
+    Commit,
+    Commits,
     commit_key,
-    open_array,
+    head_key,
     read_commits,
-    read_manifest,
-    row_count,
-    shard_file,
+    read_state,
 )
-from jax_distill.cache.manifest import ROW_ARRAYS, TEACHER_ARRAYS, Manifest
-from jax_distill.config import Failure, Refusal
-
-
-def _log_sum(logprobs: np.ndarray) -> np.ndarray:
-    """[..,K] -> [..] float64: logsumexp over K; -inf for none. Terms in fp32, their sum in
-    float64."""
-    top = logprobs.max(axis=-1, initial=-np.inf)
-    shift = np.where(np.isfinite(top), top, np.float32(0))
-    total = np.exp(logprobs - shift[..., None]).sum(axis=-1, dtype=np.float64)
-    with np.errstate(divide="ignore"):
-        return shift + np.log(total)
-
-
-def _log_one_minus_exp(x: np.ndarray) -> np.ndarray:
-    """log(1 - e^x) for x <= 0, in float64, exact near both ends (Maechler 2012)."""
-    x = np.minimum(x.astype(np.float64), 0.0)
-    with np.errstate(divide="ignore"):
-        near_zero, far = np.log(-np.expm1(np.maximum(x, -1.0))), np.log1p(-np.exp(x))
-    return np.where(x > -np.log(2.0), near_zero, far)
-
-
-def logprobs_from_gaps(
-    gaps: np.ndarray, log_z: np.ndarray, log_tail: np.ndarray, count: np.ndarray, temperature: float
-) -> np.ndarray:
-    """log p_k = -gap/τ - log_z, then moved together so that the sum of p_k is 1 - p_tail.
-
-    gaps [..,K] float16; log_z, log_tail [..] float32 at τ; count [..]. Returns float32 [..,K],
-    nats, with -inf from `count` on. The move takes out what the gaps' fp16 did to the sum.
-    """
-    unnormalised = gaps.astype(np.float32) / np.float32(-temperature) - log_z[..., None]
-    real = np.arange(gaps.shape[-1]) < count[..., None]
-    logprobs = np.where(real, unnormalised, np.float32(-np.inf))
-    total = _log_sum(logprobs)
-    move = np.where(
-        np.isfinite(total), _log_one_minus_exp(log_tail) - np.maximum(total, -1e30), 0.0
-    )
-    return logprobs + move.astype(np.float32)[..., None]
-
-
-def keep_first(teacher: dict[str, np.ndarray], top_k: int) -> dict[str, np.ndarray]:
-    """The first `top_k` of the K entries; what is dropped joins the tail."""
-    dropped = _log_sum(teacher["teacher_logprobs"][..., top_k:])
-    tail = np.logaddexp(teacher["teacher_log_tail"].astype(np.float64), dropped)
-    return {
-        "teacher_indices": teacher["teacher_indices"][..., :top_k],
-        "teacher_logprobs": teacher["teacher_logprobs"][..., :top_k],
-        "teacher_log_tail": tail.astype(np.float32),
-        "teacher_count": np.minimum(teacher["teacher_count"], np.int32(top_k)),
-    }
+from jax_distill.cache.integrity import metadata_problems, shard_problems
+from jax_distill.cache.location import Location
+from jax_distill.cache.manifest import HIDDEN_PREFIX, SAMPLINGS, TEACHER_ARRAYS, Manifest
 
 
 def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[int, str, str] | None:
@@ -77,46 +36,71 @@ def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[in
     return (min(conflicts), mine[min(conflicts)], theirs[min(conflicts)]) if conflicts else None
 
 
-class Store:
-    """A store opened for reading.
+class Cache:
+    """A cache opened for reading.
 
     Attributes:
         path: its folder.
+        location: the same, for whoever reads files of it.
         manifest: what it is.
+        head: its state as a whole.
         rows: N, committed or not.
         commits: shard -> its commit (row range, sha256 and size of its files, tokens, targets).
     """
 
-    def __init__(
-        self, path: str, manifest: Manifest, rows: int, commits: dict[int, dict[str, Any]]
-    ):
-        self.path, self.manifest, self.rows, self.commits = path, manifest, rows, commits
-        self._arrays = {
-            name: open_array(path, name, manifest, rows=rows, create=False)
-            for name in manifest.array_shapes()
-        }
-
-    @classmethod
-    def open(cls, path: str) -> "Store":
-        """Open what is there, finished or not.
-
-        Raises:
-            Refusal: no store at this place.
-            Failure: a damaged one, or one whose writer was killed at its very start.
-        """
-        manifest = read_manifest(path)
-        if manifest is None:
-            raise Refusal(
-                f"expected a store at {path}, got no manifest.json there; write one with "
+    def __init__(self, location: Location):
+        """See `open`."""
+        state = read_state(location)
+        if state is None:
+            raise UserError(
+                f"expected a cache at {location}, got no {MANIFEST} there; write one with "
                 "python -m jax_distill.teacher --config X.yaml"
             )
+        self.location, self.path = location, str(location)
+        self.manifest = manifest = state.manifest
+        _refuse_unread(self.path, manifest)
+        if state.head is None:
+            raise RunError(
+                f"expected a whole cache at {location}, got no head: "
+                f"{state.damaged or 'its writer was stopped before it had begun'}; "
+                f"{self._what_to_do()}"
+            )
+        self.head, self.rows, self._damaged_head = state.head, state.head.rows, state.damaged
+        self._head_key = head_key(state.number)
+        self._commits: Commits = read_commits(location, manifest, self.rows, self.head)
+        self._arrays = {name: self._open(name) for name in manifest.array_shapes()}
+
+    @classmethod
+    def open(cls, path: str) -> "Cache":
+        """Open what is there, finished or not. Metadata is checked by type, range and against the
+        manifest; see `require_complete` for all the rest.
+
+        Raises:
+            UserError: no cache at this path, one of another format, or with arrays that change
+                what its targets mean and that nothing here reads yet.
+            RunError: a damaged one, or one whose writer was killed at its very start.
+        """
+        return cls(Location(path))
+
+    def _open(self, name: str) -> ts.TensorStore:
         try:
-            return cls(path, manifest, row_count(path) or 0, read_commits(path))
+            return open_array(self.location, name, self.manifest, rows=self.rows)
         except ValueError as error:
-            raise Failure(
-                f"expected a whole store at {path}, got one that does not open: "
-                f"{_one_line(error)}; run the command that wrote it again"
+            key = metadata_key(name)
+            found = "that does not fit the manifest" if self.location.size(key) else "nothing there"
+            raise RunError(
+                f"expected a whole {key} in the cache at {self.path}, got one {found}: "
+                f"{one_line(error)}; delete that file and {RERUN}"
             ) from error
+
+    def _what_to_do(self) -> str:
+        """For a cache that is not finished."""
+        writer = self.location.active_writer()
+        return f"a writer is active ({writer}): wait for it" if writer else RERUN
+
+    @property
+    def commits(self) -> dict[int, Commit]:
+        return self._commits.whole
 
     @property
     def sequence_length(self) -> int:
@@ -128,66 +112,115 @@ class Store:
 
     @property
     def complete(self) -> bool:
-        return len(self.commits) == self.shards
+        """Whether every shard is committed and the head says so."""
+        return self.head.finished and len(self.commits) == self.shards
 
     @property
     def largest_token(self) -> int:
         """The largest id among the rows' tokens: a student's embedding must have it."""
-        return max((commit["largest_token"] for commit in self.commits.values()), default=0)
+        return max((commit.largest_token for commit in self.commits.values()), default=0)
 
     @property
     def tokens(self) -> int:
         """Tokens in the committed rows, padding left out."""
-        return sum(commit["tokens"] for commit in self.commits.values())
+        return sum(commit.tokens for commit in self.commits.values())
 
     @property
     def targets(self) -> int:
         """Positions whose mask is 1 in the committed rows."""
-        return sum(commit["targets"] for commit in self.commits.values())
+        return sum(commit.targets for commit in self.commits.values())
+
+    @property
+    def clamped_gaps(self) -> int:
+        """Entries of the committed rows stored at float16's largest gap."""
+        return sum(commit.clamped_gaps for commit in self.commits.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the committed shards on disk."""
-        files = (file for commit in self.commits.values() for file in commit["files"].values())
+        files = (file for commit in self.commits.values() for file in commit.files.values())
         return sum(file["bytes"] for file in files)
 
+    def metadata_problems(self) -> dict[str, str]:
+        """Key → what is wrong with it, of the manifest, each zarr.json and each commit."""
+        return metadata_problems(
+            self.location, self.manifest, self._head_key, self.head, self._commits
+        )
+
+    def shard_problems(self, *, remember: bool = False) -> dict[str, tuple[int, str]]:
+        """Key → (shard, what is wrong), of each committed shard's files; every byte is read.
+
+        remember: not of files that were found right before and have not changed since.
+        """
+        return shard_problems(self.location, self.manifest, self._commits, remember=remember)
+
     def require_complete(self) -> None:
+        """The checks before training: finished, and every file the one that was committed.
+
+        Reads every byte the first time; afterwards only what changed (docs/CACHE.md "Checks").
+
+        Raises:
+            UserError: not finished.
+            RunError: damaged; the first such file is named.
+        """
         if not self.complete:
-            raise Refusal(
-                f"expected a finished store at {self.path}, got {len(self.commits)} of its "
-                f"{self.shards} shards; run the command that wrote it again"
+            damaged = "; ".join(
+                [self._damaged_head] * bool(self._damaged_head)
+                + [f"{key} does not read ({why})" for key, why in self._commits.damaged.items()]
+            )
+            raise UserError(
+                f"expected a finished cache at {self.path}, got {len(self.commits)} of its "
+                f"{self.shards} shards{damaged and f' ({damaged})'}; {self._what_to_do()}"
+            )
+        for key, problem in self.metadata_problems().items():
+            raise RunError(
+                f"expected a whole cache at {self.path}, got {key}: {problem}; delete {key} there "
+                f"and {RERUN}"
+            )
+        for key, (shard, problem) in self.shard_problems(remember=True).items():
+            commit = self.commits[shard]
+            raise RunError(
+                f"expected a whole cache at {self.path}, got {key} (rows {commit.first_row} to "
+                f"{commit.last_row}): {problem}; delete {commit_key(shard)} there and {RERUN}"
             )
 
     def check_vocabulary(self, vocabulary: dict[str, int]) -> None:
-        """Refuse a student's tokenizer that gives an id another token than the store's does.
+        """Refuse a student's tokenizer that gives an id another token than the cache's does.
 
         Nothing is compared where one side has no tokenizer.
         """
         conflict = vocabulary_conflict(self.manifest.vocabulary, vocabulary)
         if conflict:
             first, stored, wanted = conflict
-            raise Refusal(
-                f"expected the student's tokenizer to give id {first} to {stored!r} as the store "
+            raise UserError(
+                f"expected the student's tokenizer to give id {first} to {stored!r} as the cache "
                 f"at {self.path} does, got {wanted!r}; use the teacher's tokenizer"
             )
 
-    def student_length(self, columns: int, vocabulary: dict[str, int], name: str) -> int:
-        """How many ids the student `name` knows: its tokenizer's, or the store's where one of the
-        two has no tokenizer. columns: of its embedding; vocabulary: {} without a tokenizer.
+    def student_length(self, vocab_size: int, vocabulary: dict[str, int], name: str) -> int:
+        """How many ids the student `name` knows: its tokenizer's, or the cache's where one of the
+        two has no tokenizer. vocab_size: of its embedding; vocabulary: {} without a tokenizer.
 
         Raises:
-            Refusal: the tokenizers map an id to different tokens, or the embedding lacks ids that
-                the store holds.
+            UserError: the tokenizers map an id to different tokens, or the embedding lacks ids that
+                the cache holds; a random sample, of ids that the student lacks.
         """
         self.check_vocabulary(vocabulary)
-        if self.largest_token >= columns:
-            raise Refusal(
-                f"expected a student vocabulary above the store's largest id {self.largest_token}, "
-                f"got {columns} in {name}; use a student with the teacher's tokenizer"
+        if self.largest_token >= vocab_size:
+            raise UserError(
+                f"expected a student vocabulary above the cache's largest id {self.largest_token}, "
+                f"got {vocab_size} in {name}; use a student with the teacher's tokenizer"
             )
+        length = 1 + max(vocabulary.values(), default=-1)
         if not vocabulary or not self.manifest.vocabulary:
-            return self.manifest.vocab_size
-        return 1 + max(vocabulary.values())
+            length = self.manifest.vocab_size
+        if self.manifest.sampling == "random" and length < self.manifest.vocab_size:
+            raise UserError(
+                f"expected a student with the {self.manifest.vocab_size} tokens of the cache at "
+                f"{self.path}, whose random samples have no tail for others to fold into, got "
+                f"{length} in {name}; use a cache with cache.sampling top_k"
+            )
+        return length
 
     def read(
         self,
@@ -196,70 +229,75 @@ class Store:
         temperature: float = 1.0,
         top_k: int | None = None,
         targets: bool = True,
-    ) -> dict[str, np.ndarray]:
+        hidden_layers: Sequence[int] = (),
+    ) -> Batch:
         """Rows by index (any order, repeats allowed): a batch as the loss wants it.
 
         Args:
             temperature: τ, among the manifest's.
             top_k: use only the first of the stored K; the rest joins the tail.
             targets: False leaves the teacher's arrays on disk.
+            hidden_layers: the teacher's layers whose outputs are read too, P of them, in this
+                order: bf16 [B,T,P,D'].
 
         Returns:
-            tokens, labels, segment_ids, positions int32 [B,T]; mask bool [B,T]; and where the store
-            has a teacher: teacher_indices int32 [B,T,K], teacher_logprobs float32 [B,T,K] and
-            teacher_log_tail float32 [B,T] (nats, at τ, over the teacher's whole vocabulary),
-            teacher_count int32 [B,T]. labels[t] = tokens[t+1]; in the last column label and mask
-            are 0.
+            numpy arrays; its targets are None where the cache has no teacher.
 
         Raises:
-            Refusal: τ not stored; top_k above the stored K; rows not committed.
-            Failure: a damaged shard; its file is named.
+            UserError: τ or hidden states not stored; top_k above the stored K, or of a random
+                sample; rows not committed.
+            RunError: a damaged shard; its file is named.
         """
         stored_k = self.manifest.top_k if targets else 0
-        where = self._temperature_place(temperature) if stored_k else 0
+        if stored_k:
+            self._check_temperature(temperature)
+        is_random = self.manifest.sampling == "random"
+        if top_k is not None and stored_k and is_random:
+            raise UserError(
+                f"expected cache.read_top_k null with the random samples of the cache at "
+                f"{self.path}, of which a part is no sample, got {top_k}; leave it out"
+            )
         if top_k is not None and stored_k and not 1 <= top_k <= stored_k:
-            raise Refusal(
+            raise UserError(
                 f"expected cache.read_top_k from 1 to the stored {stored_k}, got {top_k}; choose a "
-                f"smaller one, or write a store with cache.top_k {top_k}"
+                f"smaller one, or another cache.path with cache.top_k {top_k}"
             )
         names = ROW_ARRAYS + TEACHER_ARRAYS if stored_k else ROW_ARRAYS
-        raw = self._read_arrays(np.fromiter(rows, np.int64), names)
-        tokens = raw["tokens"]
-        # The one place that shifts: position t predicts token t+1.
-        labels = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
-        mask = raw["loss_mask"] != 0
-        mask[:, -1] = False
-        batch = {
-            "tokens": tokens,
-            "labels": labels,
-            "segment_ids": raw["segment_ids"],
-            "positions": raw["positions"],
-            "mask": mask,
-        }
-        if not stored_k:
+        if stored_k and is_random:
+            names += (DRAWS,)
+        lacking = sorted(set(hidden_layers) - set(self.manifest.hidden_layers))
+        if lacking:
+            raise UserError(
+                f"expected hidden states of layers {lacking} in the cache at {self.path}, got "
+                f"{list(self.manifest.hidden_layers) or 'none'}; set cache.hidden_layers and "
+                "another cache.path"
+            )
+        hidden = [f"{HIDDEN_PREFIX}{layer}" for layer in hidden_layers]
+        arrays = self._read_arrays(np.fromiter(rows, np.int64), (*names, *hidden))
+        batch = self._decoded(arrays, temperature, top_k, stored_k)
+        if not hidden:
             return batch
-        count, log_tail = raw["teacher_count"], raw["teacher_log_tail"][..., where]
-        teacher = {
-            "teacher_indices": raw["teacher_indices"].astype(np.int32),
-            "teacher_logprobs": logprobs_from_gaps(
-                raw["teacher_gaps"], raw["teacher_log_z"][..., where], log_tail, count, temperature
-            ),
-            "teacher_log_tail": log_tail,
-            "teacher_count": count.astype(np.int32),
-        }
-        if top_k is not None and top_k < stored_k:
-            teacher = keep_first(teacher, top_k)
-        return batch | teacher
+        return replace(batch, teacher_layers=np.stack([arrays[name] for name in hidden], axis=2))
 
-    def _temperature_place(self, temperature: float) -> int:
+    def _decoded(
+        self, arrays: dict[str, np.ndarray], temperature: float, top_k: int | None, stored_k: int
+    ) -> Batch:
+        if not stored_k:
+            return Batch.from_rows(arrays)
+        encoded = EncodedTopK.from_arrays(arrays, self.manifest.temperatures)
+        found = encoded.decode(temperature)
+        if top_k is not None and top_k < stored_k:
+            found = found.first(top_k)
+        return Batch.from_rows(arrays, found)
+
+    def _check_temperature(self, temperature: float) -> None:
         stored = self.manifest.temperatures
-        if temperature in stored:
-            return stored.index(temperature)
-        raise Refusal(
-            f"expected a temperature that the store at {self.path} has ({list(stored)}), got "
-            f"{temperature}; set loss.temperature to one of them, or write a store with it in "
-            "cache.temperatures"
-        )
+        if temperature not in stored:
+            raise UserError(
+                f"expected a temperature that the cache at {self.path} has ({list(stored)}), got "
+                f"{temperature}; set loss.temperature to one of them, or choose another cache.path "
+                f"with {temperature} in cache.temperatures"
+            )
 
     def _read_arrays(self, rows: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.rows:
@@ -268,15 +306,15 @@ class Store:
             )
         for shard in np.unique(rows // self.manifest.shard_rows):
             if int(shard) not in self.commits:
-                raise Refusal(
-                    f"expected a finished store at {self.path}, got no commit of shard {shard}; "
-                    "run the command that wrote it again"
+                raise UserError(
+                    f"expected a finished cache at {self.path}, got no commit of shard {shard}; "
+                    f"{self._what_to_do()}"
                 )
         try:
             reads = {name: self._arrays[name][rows].read() for name in names}
             return {name: read.result() for name, read in reads.items()}
         except ValueError as error:
-            raise Failure(self._name_damage(rows, str(error))) from error
+            raise RunError(self._name_damage(rows, str(error))) from error
 
     def _name_damage(self, rows: np.ndarray, reason: str) -> str:
         """Which shard file of those a failed read touched is the bad one, and what to do."""
@@ -286,20 +324,30 @@ class Store:
                 file, error = shard_file(self.manifest, name, shard), _read_error(array, int(row))
                 if error:
                     return (
-                        f"expected a whole store at {self.path}, got {file} damaged at row {row} "
-                        f"({error}); delete {commit_key(shard)} there and run the command that "
-                        "wrote it again"
+                        f"expected a whole cache at {self.path}, got {file} damaged at row {row} "
+                        f"({error}); delete {commit_key(shard)} there and {RERUN}"
                     )
-        return f"expected to read the store at {self.path}, got: {reason}; read it again"
+        return f"expected to read the cache at {self.path}, got: {reason}; read it again"
 
 
 def _read_error(array: ts.TensorStore, row: int) -> str | None:
     try:
         array[row].read().result()
     except ValueError as error:
-        return _one_line(error)
+        return one_line(error)
     return None
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _refuse_unread(path: str, manifest: Manifest) -> None:
+    """Refuse optional arrays without which the targets or the loss mean something else. Hidden
+    states are besides: whoever does not train on them loses nothing."""
+    unread = [name for name in manifest.optional if not name.startswith((HIDDEN_PREFIX, DRAWS))]
+    is_random = manifest.sampling == "random"
+    if manifest.sampling not in SAMPLINGS or is_random != (DRAWS in manifest.optional):
+        unread.append(f"sampling {manifest.sampling}")
+    if unread:
+        raise UserError(
+            f"expected a cache of rows and top-K targets at {path}, got one with "
+            f"{', '.join(unread)}, which this version does not use; install a newer jax_distill, "
+            "or choose another cache.path"
+        )

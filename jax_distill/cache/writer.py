@@ -1,147 +1,170 @@
-"""Writing a store: whole shards, each flushed, then committed; one writer at a time."""
+"""Writing a cache: whole shards, each flushed, then committed; one writer at a time."""
 
-import contextlib
-import fcntl
-import hashlib
-import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
+import math
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from jax_distill.cache.arrays import (
+from jax_distill.base.console import say
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.base.files import Lock
+from jax_distill.batch import EncodedTopK
+from jax_distill.cache.arrays import LEVEL, metadata_key, open_array, shard_file
+from jax_distill.cache.documents import (
+    MANIFEST,
+    RERUN,
+    Commit,
+    Head,
     commit_key,
-    open_array,
-    open_folder,
+    head_key,
     read_commits,
-    read_key,
-    read_manifest,
-    row_count,
-    shard_file,
+    read_state,
 )
-from jax_distill.cache.manifest import Manifest, refuse_other_store
-from jax_distill.config import DISK_FULL, Failure, Refusal, check_writable
+from jax_distill.cache.location import Location, one_line, sha256_hex
+from jax_distill.cache.manifest import LARGEST_TOP_K, Manifest, refuse_other_cache
 
-LARGEST_TOP_K = 65535  # teacher_count is uint16
-
-
-@contextlib.contextmanager
-def _disk_failures(path: str) -> Iterator[None]:
-    """A full or read-only disk is no bug of ours. TensorStore reports both as ValueError."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        full = any(f"os_error_code='{code}'" in reason for code in DISK_FULL)
-        full = full or (isinstance(error, OSError) and error.errno in DISK_FULL)
-        cure = "make room" if full else "see to that"
-        raise Failure(
-            f"expected to write the store at {path}, got: {reason}; what is committed stays good: "
-            f"{cure} and run the same command again"
-        ) from error
-
-
-class _Lock:
-    """One writer a store. The kernel lets go of it when the process ends, however that happens."""
-
-    def __init__(self, path: str):
-        self.file = Path(path) / "writer.lock"
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            self.handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(self.handle, 32).decode() or "unknown"
-                os.close(self.handle)
-                raise Refusal(
-                    f"expected no other writer at {path}, got process {owner}; wait for its end"
-                ) from None
-            if os.fstat(self.handle).st_nlink:
-                break
-            os.close(self.handle)  # its last owner removed the file between our open and our lock
-        os.ftruncate(self.handle, 0)
-        os.write(self.handle, str(os.getpid()).encode())
-
-    def release(self) -> None:
-        if self.handle >= 0:
-            self.file.unlink(missing_ok=True)
-            os.close(self.handle)
-            self.handle = -1
+LARGEST_GAP = 65504.0  # float16's largest; larger ones are clamped to it
+CODING_ERROR = 1e-6  # nats of KL a position: what gaps in float16 may cost, docs/CACHE.md
 
 
 class Writer:
-    """Writes whole shards of one store. Made by `create`; a `with` block lets go of the lock."""
+    """Writes whole shards of one cache. Made by `create`; a `with` block releases the lock.
 
-    def __init__(self, path: str, manifest: Manifest, rows: int, lock: _Lock):
-        self.path, self.manifest, self.rows = path, manifest, rows
-        self._lock = lock
-        self._folder = open_folder(path)
-        self._arrays = {
-            name: open_array(path, name, manifest, rows=rows, create=True)
-            for name in manifest.array_shapes()
-        }
-        self._committed = set(read_commits(path))
+    The last shard's commit also writes the head that says `finished`.
+    """
+
+    def __init__(
+        self, location: Location, manifest: Manifest, rows: int, lock: Lock, level: int = LEVEL
+    ):
+        self.path, self.manifest, self.rows = str(location), manifest, rows
+        self._location, self._lock = location, lock
+        self._arrays = {name: self._open(name, level) for name in manifest.array_shapes()}
+        state = read_state(location)
+        assert state is not None  # `create` has just put it there
+        self._head, self._number = state.head, state.number
+        self._commits = read_commits(location, manifest, rows, state.head)
+        for key, problem in self._commits.damaged.items():
+            say(f"{location}: {key} is damaged ({problem}): its shard is written again")
         self._remove_leftovers()
+        if self._head is None:
+            self._write_head(Head.of(rows, self._metadata(), {}, finished=False))
+        self._finish()
+
+    def _open(self, name: str, level: int) -> ts.TensorStore:
+        try:
+            return open_array(self._location, name, self.manifest, rows=self.rows, level=level)
+        except ValueError as error:
+            key = metadata_key(name)
+            if self._location.read(key) is None:
+                raise  # the disk, not the file
+            raise RunError(
+                f"expected {key} in the cache at {self.path} to fit the manifest, got: "
+                f"{one_line(error)}; delete that file and {RERUN}"
+            ) from error
+
+    def _metadata(self) -> dict[str, str]:
+        """Key → sha256 of the manifest and each zarr.json."""
+        keys = [MANIFEST, *(metadata_key(name) for name in self._arrays)]
+        return {key: sha256_hex(self._location.read(key) or b"") for key in keys}
+
+    def _write_head(self, head: Head) -> None:
+        if head != self._head:
+            self._number += 1
+            self._location.write(head_key(self._number), head.to_json())
+            self._head = head
+
+    def _finish(self) -> None:
+        """Write the finished head, where every shard is committed and it is not there."""
+        if not self.missing_shards():
+            metadata = self._metadata() | self._commits.sha256
+            self._write_head(Head.of(self.rows, metadata, self._commits.whole, finished=True))
 
     def _remove_leftovers(self) -> None:
         """Delete shards without a commit, and files that a killed writer had not yet renamed:
         TensorStore reads a partial last shard before it writes it."""
-        root = Path(self.path)
-        keep = {
-            root / shard_file(self.manifest, name, shard)
-            for name in self._arrays
-            for shard in self._committed
-        }
-        written = (file for name in self._arrays for file in (root / name / "c").rglob("*"))
-        for file in [*written, *root.rglob("*.__lock")]:
-            if file.is_file() and file not in keep:
-                file.unlink(missing_ok=True)
+        self._location.delete_temporary()
+        for name in self._arrays:
+            keep = {shard_file(self.manifest, name, shard) for shard in self._commits.whole}
+            for key in self._location.keys(f"{name}/c"):
+                if key not in keep:
+                    self._location.delete(key)
 
     def missing_shards(self) -> list[tuple[int, int, int]]:
         """(shard, its first row, its last row) of each shard without a commit; both inclusive."""
         size = self.manifest.shard_rows
         shards = range(-(-self.rows // size))
         every = [(shard, shard * size, min((shard + 1) * size, self.rows) - 1) for shard in shards]
-        return [each for each in every if each[0] not in self._committed]
+        return [each for each in every if each[0] not in self._commits.whole]
 
-    def write(self, shard: int, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Write a shard's rows to every array, flush, then commit it. Returns the commit.
+    def write(self, shard: int, arrays: dict[str, np.ndarray]) -> Commit:
+        """Write a shard's rows to every array, flush, then commit it.
 
         Raises:
-            Failure: the disk does not take it; the shard then does not count.
+            RunError: the disk does not take it, or clamped gaps would change the distribution; the
+                shard then does not count.
+            ValueError: arrays that are not this cache's.
         """
         first = shard * self.manifest.shard_rows
         last = min(first + self.manifest.shard_rows, self.rows) - 1
         self._check(arrays, last - first + 1)
-        with _disk_failures(self.path):
+        clamped = self._count_clamped(arrays, first) if self.manifest.top_k else 0
+        with self._location.writing():
             writes = [
                 self._arrays[name][first : last + 1].write(arrays[name]) for name in self._arrays
             ]
             for each in writes:  # the file driver calls fsync before a write counts as done
                 each.result()
-            commit = {
-                "shard": shard,
-                "first_row": first,
-                "last_row": last,
-                "tokens": int(np.count_nonzero(arrays["segment_ids"])),
-                "targets": int(np.count_nonzero(arrays["loss_mask"])),
-                "largest_token": int(arrays["tokens"].max()),
-                "files": {name: self._describe_file(name, shard) for name in self._arrays},
-            }
-            self._folder.write(commit_key(shard), json.dumps(commit, indent=1).encode()).result()
-        self._committed.add(shard)
+            commit = Commit(
+                shard=shard,
+                first_row=first,
+                last_row=last,
+                tokens=int(np.count_nonzero(arrays["segment_ids"])),
+                targets=int(np.count_nonzero(arrays["loss_mask"])),
+                smallest_token=int(arrays["tokens"].min()),
+                largest_token=int(arrays["tokens"].max()),
+                clamped_gaps=clamped,
+                files={name: self._describe_file(name, shard) for name in self._arrays},
+            )
+            content = commit.to_json()
+            self._location.write(commit_key(shard), content)
+            self._commits.whole[shard] = commit
+            self._commits.sha256[commit_key(shard)] = sha256_hex(content)
+            self._finish()
         return commit
 
     def _describe_file(self, name: str, shard: int) -> dict[str, Any]:
-        file = shard_file(self.manifest, name, shard)
-        data = read_key(self._folder, file)
+        key = shard_file(self.manifest, name, shard)
+        data = self._location.read(key)
         if data is None:
-            raise OSError(f"{file} is not there after it was written")
-        return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+            raise OSError(f"{key} is not there after it was written")
+        return {"sha256": sha256_hex(data), "bytes": len(data)}
+
+    def _count_clamped(self, arrays: dict[str, np.ndarray], first: int) -> int:
+        """How many real entries are stored at float16's largest gap, whatever theirs was.
+
+        What a position's n of them get instead of (nearly) nothing is n·exp(−65504/τ − log_z), and
+        that is the KL that they cost: nothing at any usual temperature.
+
+        Raises:
+            RunError: more than CODING_ERROR at one of the stored temperatures.
+        """
+        encoded = EncodedTopK.from_arrays(arrays, self.manifest.temperatures)
+        real = np.arange(self.manifest.top_k) < encoded.count[..., None]
+        clamped = ((encoded.gaps == LARGEST_GAP) & real).sum(axis=-1)
+        rows, positions = np.nonzero(clamped)
+        for which, temperature in enumerate(self.manifest.temperatures):
+            log_p = -LARGEST_GAP / temperature - encoded.log_z[rows, positions, which]
+            mass = clamped[rows, positions] * np.exp(log_p.astype(np.float64))
+            if mass.size and mass.max() > CODING_ERROR:
+                worst = int(mass.argmax())
+                raise RunError(
+                    f"expected logit gaps up to {LARGEST_GAP:g} at temperature {temperature:g}, "
+                    f"got larger ones at row {first + rows[worst]}, position {positions[worst]} of "
+                    f"{self.path}, worth {mass[worst]:.2g} of the probability; leave that "
+                    "temperature out of cache.temperatures"
+                )
+        return int(clamped.sum())
 
     def _check(self, arrays: dict[str, np.ndarray], rows: int) -> None:
         """Wrong arrays are our own bug, so these are plain errors."""
@@ -154,8 +177,21 @@ class Writer:
                 raise ValueError(
                     f"{name}: expected {dtype} {(rows, *shape)}, got {got.dtype} {got.shape}"
                 )
+        ids = {"tokens": arrays["tokens"]}
+        if self.manifest.top_k:
+            encoded = EncodedTopK.from_arrays(arrays, self.manifest.temperatures)
+            ids["teacher's ids"] = encoded.indices
+            if not np.isfinite(encoded.gaps).all() or (encoded.gaps < 0).any():
+                raise ValueError(f"gaps: expected 0 to {LARGEST_GAP:g}, got others")
+        for name, array in ids.items():
+            if array.min() < 0 or array.max() >= self.manifest.vocab_size:
+                raise ValueError(
+                    f"{name}: expected ids from 0 to {self.manifest.vocab_size - 1}, got "
+                    f"{array.min()} to {array.max()}"
+                )
 
     def close(self) -> None:
+        """Let another writer in."""
         self._lock.release()
 
     def __enter__(self) -> "Writer":
@@ -165,52 +201,54 @@ class Writer:
         self.close()
 
 
-def create(path: str, manifest: Manifest, rows: int) -> Writer:
-    """Start a store of `rows` rows at `path`, or go on with the one that an earlier run left there.
+def create(path: str, manifest: Manifest, rows: int, *, level: int = LEVEL) -> Writer:
+    """Start a cache of `rows` rows at `path`, or resume the one that an earlier run left there.
+
+    level: of zstd, for a cache that is not there yet; one that is keeps its own.
 
     Raises:
-        Refusal: not a folder that can be written; another process writes it; K or the temperatures
-            make no sense; the store that is there has another manifest (the first field that
-            differs is named) or row count.
-        Failure: the disk is full, or turns read-only; what is there is damaged.
+        UserError: not a folder that can be written; another process writes it; K or the
+            temperatures make no sense; the cache that is there has another manifest (what differs
+            is named) or row count.
+        RunError: the disk is full, or turns read-only; what is there is damaged.
     """
     if not 0 <= manifest.top_k <= min(manifest.vocab_size, LARGEST_TOP_K):
         limit = min(manifest.vocab_size, LARGEST_TOP_K)
-        raise Refusal(
+        raise UserError(
             f"expected cache.top_k from 0 to {limit} (vocabulary {manifest.vocab_size}), got "
             f"{manifest.top_k}; choose a smaller one"
         )
-    if manifest.top_k and not (manifest.temperatures and min(manifest.temperatures) > 0):
-        raise Refusal(
+    usable = [0 < temperature < math.inf for temperature in manifest.temperatures]
+    if manifest.top_k and not (usable and all(usable)):
+        raise UserError(
             f"expected temperatures above 0, got {list(manifest.temperatures)}; set "
             "cache.temperatures"
         )
     if rows < 1 or manifest.shard_rows < 1:
-        raise Refusal(
-            f"expected rows to store, got {rows} in shards of {manifest.shard_rows}; add data"
+        raise UserError(
+            f"expected rows to cache, got {rows} in shards of {manifest.shard_rows}; add data"
         )
-    check_writable(path, "cache.path")
-    folder = open_folder(path)
-    with _disk_failures(path):
-        lock = _Lock(path)
+    location = Location(path)
+    location.check_writable()
+    with location.writing():
+        lock = location.lock()
         try:
-            _claim(folder, path, manifest, rows)
-            return Writer(path, manifest, rows, lock)
+            _claim(location, manifest, rows)
+            return Writer(location, manifest, rows, lock, level)
         except BaseException:
             lock.release()
             raise
 
 
-def _claim(folder: ts.KvStore, path: str, manifest: Manifest, rows: int) -> None:
+def _claim(location: Location, manifest: Manifest, rows: int) -> None:
     """Put the manifest where there is none; else it and the row count must be the same."""
-    stored_manifest = read_manifest(path)
-    if stored_manifest is None:
-        folder.write("manifest.json", manifest.to_json()).result()
-    else:
-        refuse_other_store(path, stored_manifest, manifest)
-    stored = row_count(path)
-    if stored is not None and stored != rows:
-        raise Refusal(
-            f"expected {stored} rows as in the store at {path}, got {rows}; give another "
-            "cache.path, or delete the old store"
+    state = read_state(location)
+    if state is None:
+        location.write(MANIFEST, manifest.to_json())
+        return
+    refuse_other_cache(str(location), state.manifest, manifest)
+    if state.head and state.head.rows != rows:
+        raise UserError(
+            f"expected {state.head.rows} rows as in the cache at {location}, got {rows}; choose "
+            "another cache.path"
         )

@@ -4,32 +4,9 @@ One schema serves every entry point. Architecture is not here: it comes from Hug
 config.json. A field that no code reads is an error (a test looks for each of them).
 """
 
-from jax_distill.config.checks import (
-    check_optimizer,
-)
-from jax_distill.config.loading import (
-    load,
-    read_yaml,
-)
-from jax_distill.config.places import (
-    DISK_FULL,
-    EXPORT_MARKS,
-    FIGURES,
-    STUDENT_MARKS,
-    cache_folder,
-    check_new_file,
-    check_new_folder,
-    check_writable,
-    find_path,
-    new_folder,
-)
-from jax_distill.config.refusal import (
-    CommandLine,
-    Failure,
-    Refusal,
-    above_zero,
-    run_command,
-)
+from jax_distill.config.describe import json_schema
+from jax_distill.config.grid import read_grid
+from jax_distill.config.loading import load, read_yaml, run_configured
 from jax_distill.config.schema import (
     CacheConfig,
     Config,
@@ -47,39 +24,31 @@ from jax_distill.config.schema import (
     save,
     without_teacher,
 )
+from jax_distill.config.typed import flatten
+from jax_distill.config.yaml_text import parse, read_mapping
 
 __all__ = [
     "CacheConfig",
-    "CommandLine",
     "Config",
-    "DISK_FULL",
     "DataConfig",
-    "EXPORT_MARKS",
-    "FIGURES",
-    "Failure",
     "FromTeacher",
     "LossConfig",
     "MeshConfig",
     "OptimizerConfig",
-    "Refusal",
-    "STUDENT_MARKS",
     "Source",
     "StudentConfig",
     "TeacherConfig",
     "TrainConfig",
-    "above_zero",
     "as_dict",
-    "cache_folder",
-    "check_new_file",
-    "check_new_folder",
-    "check_optimizer",
-    "check_writable",
     "field_names",
-    "find_path",
+    "flatten",
+    "json_schema",
     "load",
-    "new_folder",
+    "parse",
+    "read_grid",
+    "read_mapping",
     "read_yaml",
-    "run_command",
+    "run_configured",
     "save",
     "without_teacher",
 ]

@@ -2,11 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
-from jax_distill.config.refusal import Refusal
-from jax_distill.config.schema import Config, OptimizerConfig, StudentConfig
+from jax_distill.base.errors import UserError
+from jax_distill.config.schema import (
+    Config,
+    LossConfig,
+    OptimizerConfig,
+    StudentConfig,
+    as_dict,
+)
+from jax_distill.config.typed import flatten
 
 
 def derived(config: Config, name: str) -> Config:
@@ -17,24 +23,45 @@ def derived(config: Config, name: str) -> Config:
     train, loss = config.train, config.loss
     micro = train.micro_batch_size or train.batch_size
     if train.batch_size % micro:
-        raise Refusal(
+        raise UserError(
             f"expected train.micro_batch_size to divide train.batch_size {train.batch_size}, "
             f"got {micro}"
         )
+    if train.steps and train.epochs:
+        raise UserError(
+            f"expected one of train.steps and train.epochs, got {train.steps} and {train.epochs}; "
+            "set one, the other to null"
+        )
     if not config.teacher.path and loss.kl_weight:
-        raise Refusal(
+        raise UserError(
             f"expected teacher.path, got none with loss.kl_weight {loss.kl_weight}; "
             "name a teacher, or set loss.kl_weight 0 and loss.ce_weight 1"
         )
-    if loss.kl_weight and loss.temperature not in config.cache.temperatures:
-        raise Refusal(
+    if config.teacher.is_live:
+        _check_online(config)
+    elif loss.reads_teacher and loss.temperature not in config.cache.temperatures:
+        raise UserError(
             f"expected loss.temperature among cache.temperatures {config.cache.temperatures}, "
             f"got {loss.temperature}; add it to cache.temperatures"
         )
+    if loss.hidden_weight:
+        _check_hidden(config)
+    # Under hopper packed experts run in blocks.
+    if config.teacher.packed_experts and train.experts == "ragged":
+        raise UserError(
+            f"expected train.experts blocks with teacher.packed_experts, got {train.experts}: its "
+            "kernels read no packed weights; set one of the two otherwise"
+        )
+    if train.experts == "hopper" and config.mesh.expert != 1:
+        raise UserError(
+            f"expected mesh.expert 1 with train.experts hopper, got {config.mesh.expert}: its "
+            "kernels want every expert's weights; use train.experts blocks"
+        )
+    _check_cache(config)
     _check_student(config.student)
-    check_optimizer(config.optimizer)
+    _check_optimizer(config.optimizer)
     if config.optimizer.layerwise and micro != train.batch_size:
-        raise Refusal(
+        raise UserError(
             f"expected train.micro_batch_size = train.batch_size {train.batch_size} with "
             f"optimizer.layerwise (accumulation keeps every gradient), got {micro}; set them alike"
         )
@@ -42,34 +69,106 @@ def derived(config: Config, name: str) -> Config:
     return config
 
 
+def _check_online(config: Config) -> None:
+    """Refuse what a teacher beside the student makes meaningless."""
+    mode, cache = config.teacher.mode, config.cache
+    if cache.read_top_k is not None:
+        cure = "set cache.top_k" if mode == "online_top_k" else "its loss is over all; leave it out"
+        raise UserError(
+            f"expected cache.read_top_k null with teacher.mode {mode}, got {cache.read_top_k}: "
+            f"no top K is stored; {cure}"
+        )
+    if cache.hidden_layers:
+        raise UserError(
+            f"expected cache.hidden_layers 0 with teacher.mode {mode}, got {cache.hidden_layers}: "
+            "the teacher is there to be asked; leave it out"
+        )
+    if not config.loss.reads_teacher:
+        raise UserError(
+            f"expected loss.kl_weight or loss.hidden_weight above 0 with teacher.mode {mode}, got "
+            "0 for both: the teacher would run for nothing; set teacher.path '' to learn from the "
+            "text alone"
+        )
+
+
+def _check_hidden(config: Config) -> None:
+    """Refuse a hidden-state loss without hidden states."""
+    if not config.teacher.path:
+        raise UserError(
+            f"expected teacher.path with loss.hidden_weight {config.loss.hidden_weight}, got none; "
+            "name a teacher, or set loss.hidden_weight 0"
+        )
+    if not config.teacher.is_live and not config.cache.hidden_layers:
+        raise UserError(
+            f"expected cache.hidden_layers with loss.hidden_weight {config.loss.hidden_weight} in "
+            "teacher.mode offline, got none; set it, for example to 4, or teacher.mode online"
+        )
+
+
+def _check_cache(config: Config) -> None:
+    """Refuse what a live teacher, or a random sample, cannot do together with other options."""
+    cache, loss = config.cache, config.loss
+    if config.teacher.is_live and (cache.is_random or cache.top_p is not None):
+        expected, got = (
+            ("cache.sampling top_k", cache.sampling)
+            if cache.is_random
+            else ("cache.top_p null", cache.top_p)
+        )
+        raise UserError(
+            f"expected {expected} with teacher.mode {config.teacher.mode}, whose cache has rows "
+            f"alone, got {got}; leave it out, or use teacher.mode offline"
+        )
+    if not cache.is_random:
+        return
+    default = LossConfig()
+    for key, value, needed in (
+        ("cache.read_top_k", cache.read_top_k, None),
+        ("cache.top_p", cache.top_p, None),
+        ("cache.temperatures", cache.temperatures, cache.temperatures[:1]),
+        ("loss.divergence", loss.divergence, "forward_kl"),
+        ("loss.tail", loss.tail, default.tail),
+    ):
+        if value != needed:
+            raise UserError(
+                f"expected {key} {'null' if needed is None else needed} with cache.sampling "
+                f"random (draws at one temperature, an estimate of the forward KL), got {value}; "
+                "set it so, or cache.sampling top_k"
+            )
+
+
 def _check_student(student: StudentConfig) -> None:
     cut = student.from_teacher
     if bool(student.path) == (cut is not None):
-        raise Refusal(
+        raise UserError(
             "expected one of student.path and student.from_teacher, got "
             f"{'both' if cut else 'none'}; set one, the other to null (the path to an empty text)"
         )
     if cut is not None and (cut.layers is None) == (cut.parameters is None):
-        raise Refusal(
+        raise UserError(
             "expected one of student.from_teacher.layers and .parameters, got "
             f"{'none' if cut.layers is None else 'both'}; set one, the other to null"
         )
 
 
-def check_optimizer(optimizer: OptimizerConfig) -> None:
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
     """Refuse what an optimizer cannot do as asked."""
     if optimizer.name == "adafactor" and optimizer.state_dtype != "float32":
-        raise Refusal(
+        raise UserError(
             f"expected optimizer.state_dtype float32 with adafactor, got {optimizer.state_dtype}; "
             "leave it: its factored state is small already"
         )
+    if optimizer.offload != "none" and optimizer.name == "adafactor":
+        raise UserError(
+            "expected optimizer.name adamw or sgd with optimizer.offload, got adafactor, which "
+            "measures an update over all layers; set another, or optimizer.offload none"
+        )
     if optimizer.layerwise and optimizer.name == "adafactor":
-        raise Refusal(
+        raise UserError(
             "expected optimizer.name adamw or sgd with optimizer.layerwise, got adafactor, which "
             "measures an update over all layers; set another, or optimizer.layerwise false"
         )
     if optimizer.layerwise and optimizer.clip_norm is not None:
-        raise Refusal(
+        raise UserError(
             "expected optimizer.clip_norm null with optimizer.layerwise (the norm is known only "
             f"after the last layer), got {optimizer.clip_norm}; set it to null"
         )
@@ -77,21 +176,21 @@ def check_optimizer(optimizer: OptimizerConfig) -> None:
 
 def _check_ranges(config: Config) -> None:
     """Refuse numbers that no run can mean, null left out."""
-    values = dict(_flat_values(config))
+    values = flatten(as_dict(config))
     for test, words, keys in _RANGES:
         for key in keys.split():
             value = values.get(key)
             for number in value if isinstance(value, list) else [value]:
                 if number is not None and not (math.isfinite(number) and test(number)):
-                    raise Refusal(f"expected {key} {words}, got {number}; correct it")
+                    raise UserError(f"expected {key} {words}, got {number}; correct it")
     loss, profile = config.loss, config.train.profile_steps
-    if not loss.kl_weight and not loss.ce_weight:
-        raise Refusal(
-            "expected loss.kl_weight or loss.ce_weight above 0, got 0 for both; "
+    if not (loss.reads_teacher or loss.ce_weight):
+        raise UserError(
+            "expected loss.kl_weight, loss.ce_weight or loss.hidden_weight above 0, got 0 for all; "
             "set one of them to 1"
         )
     if profile is not None and not (len(profile) == 2 and 0 <= profile[0] < profile[1]):
-        raise Refusal(
+        raise UserError(
             f"expected train.profile_steps as [first, last) with 0 <= first < last, got {profile}; "
             "correct it, for example [10, 13]"
         )
@@ -101,29 +200,27 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (
         lambda x: x > 0,
         "above 0",
-        """teacher.batch_size data.sequence_length data.max_rows data.max_heldout_rows cache.top_k
-        cache.read_top_k cache.temperatures cache.shard_rows loss.temperature loss.chunk_size
-        optimizer.learning_rate optimizer.clip_norm train.steps train.batch_size
-        train.micro_batch_size train.log_every train.eval_every train.save_every train.keep
-        train.ce_baseline_learning_rate""",
+        """teacher.batch_size data.max_rows data.max_heldout_rows cache.top_k cache.read_top_k
+        cache.samples cache.temperatures cache.shard_rows loss.temperature loss.chunk_size
+        loss.gradient_chunks
+        optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
+        train.micro_batch_size train.resume_step train.log_every train.eval_every
+        train.save_every train.keep train.ce_baseline_learning_rate""",
     ),
     (
         lambda x: x >= 0,
         "of at least 0",
-        """loss.kl_weight loss.ce_weight loss.z_loss_weight optimizer.warmup_steps
-        optimizer.final_learning_rate optimizer.weight_decay""",
+        """loss.kl_weight loss.ce_weight loss.z_loss_weight loss.router_weight
+        loss.hidden_weight cache.hidden_layers
+        optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay""",
     ),
+    (lambda x: x >= 2, "of at least 2", "data.sequence_length"),
     (lambda x: 0 <= x < 1, "in [0, 1)", "data.heldout_fraction optimizer.b1 optimizer.b2"),
-    (lambda x: 0 < x < 1, "between 0 and 1", "loss.jsd_beta"),
-    (lambda x: x > 0 or x == -1, "above 0, or -1 for what is there", "mesh.data mesh.fsdp"),
+    (lambda x: 0 < x < 1, "between 0 and 1", "loss.jsd_beta cache.top_p"),
+    (
+        lambda x: x > 0 or x == -1,
+        "above 0, or -1 for what is there",
+        "mesh.data mesh.fsdp mesh.expert mesh.tensor",
+    ),
     (lambda x: 0 <= x < 2**32, "in [0, 2^32)", "seed"),
 )
-
-
-def _flat_values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(config):
-        value = getattr(config, each.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flat_values(value, f"{prefix}{each.name}.")
-        else:
-            yield prefix + each.name, value

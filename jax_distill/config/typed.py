@@ -5,7 +5,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from jax_distill.config.refusal import Refusal
+from jax_distill.base.errors import UserError, shown
 from jax_distill.config.schema import Config, dataclass_in
 
 
@@ -19,7 +19,21 @@ def annotation_of(key: str) -> Any:
     return found
 
 
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings by dotted keys; an empty one has none."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
+def is_list(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is list
+
+
 def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union; of another type, itself."""
     is_union = isinstance(annotation, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
@@ -28,18 +42,19 @@ def from_mapping(cls: type, tree: dict, prefix: str) -> Any:
     """A dataclass of the schema from a mapping.
 
     Raises:
-        Refusal: a value of the wrong type, an unknown key or a missing one, named.
+        UserError: a value of the wrong type, an unknown key or a missing one, named.
     """
     hints = typing.get_type_hints(cls)
     for key in tree:
         if key not in hints:
-            raise Refusal(
-                f"expected {', '.join(hints)} in {prefix.removesuffix('.')}, got {key}; correct it"
+            raise UserError(
+                f"expected {', '.join(hints)} in {prefix.removesuffix('.')}, got {key[:60]}; "
+                "correct it"
             )
     for each in dataclasses.fields(cls):
         factory = each.default_factory is not dataclasses.MISSING
         if each.default is dataclasses.MISSING and not factory and each.name not in tree:
-            raise Refusal(f"expected {prefix}{each.name}, got none; add it")
+            raise UserError(f"expected {prefix}{each.name}, got none; add it")
     return cls(**{key: _value(hints[key], tree[key], prefix + key) for key in tree})
 
 
@@ -64,7 +79,7 @@ def _value(annotation: Any, value: Any, key: str) -> Any:
         fitting = _fit(option, value, key)
         if fitting is not _MISFIT:
             return fitting
-    raise Refusal(f"expected {key} as {type_names(annotation)}, got {value!r}; correct it")
+    raise UserError(f"expected {key} as {type_names(annotation)}, got {shown(value)}; correct it")
 
 
 def type_names(annotation: Any) -> str:
@@ -75,9 +90,11 @@ def type_names(annotation: Any) -> str:
 def _type_name(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(typing.get_args(annotation))
-    if typing.get_origin(annotation) is list:
+    if is_list(annotation):
         (inner,) = typing.get_args(annotation)
-        return "a list of " + {int: "whole numbers", float: "numbers"}.get(inner, "mappings")
+        return "a list of " + {int: "whole numbers", float: "numbers", list[int]: "pairs"}.get(
+            inner, "mappings"
+        )
     if dataclasses.is_dataclass(annotation):
         return "a mapping of " + ", ".join(each.name for each in dataclasses.fields(annotation))
     return _TYPE_NAMES[annotation]
@@ -88,17 +105,17 @@ def _fit(option: Any, value: Any, key: str) -> Any:
     1e3 steps are 1000."""
     if typing.get_origin(option) is Literal:
         return value if value in typing.get_args(option) else _MISFIT
-    if typing.get_origin(option) is list:
+    if is_list(option):
         if not isinstance(value, list):
             return _MISFIT
         (inner,) = typing.get_args(option)
-        return [_value(inner, each, f"{key}[{place}]") for place, each in enumerate(value)]
+        return [_value(inner, each, f"{key}[{i}]") for i, each in enumerate(value)]
     if dataclasses.is_dataclass(option):
         is_mapping = isinstance(value, dict)
         return from_mapping(typing.cast(type, option), value, f"{key}.") if is_mapping else _MISFIT
     if isinstance(value, bool) and option is not bool:
         return _MISFIT
-    if option is int and isinstance(value, float) and value.is_integer():
+    if option is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if option is float and isinstance(value, int):
         return float(value)

@@ -1,5 +1,6 @@
 """Readers: text, JSONL, chat, tokens → token documents; and which rows a step sees."""
 
+from jax_distill.data.context import check_context, segments_beyond
 from jax_distill.data.corpus import fingerprint, read_documents, read_texts
 from jax_distill.data.document import Corpus, Counts, Document
 from jax_distill.data.order import row_indices
@@ -10,10 +11,12 @@ __all__ = [
     "Counts",
     "Document",
     "Tokenizer",
+    "check_context",
     "fingerprint",
     "read_documents",
     "read_texts",
     "row_indices",
+    "segments_beyond",
     "train_tokenizer",
     "vocabulary_of",
 ]

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
 from jax_distill.data.document import Raw
 
 NAMES = ("builtin:english", "builtin:pydoc_topics")
@@ -43,10 +43,10 @@ def read_builtin(path: str) -> list[Raw]:
     of at least 4000 characters, or what a topic or a file has.
 
     Raises:
-        Refusal: another name, or a package whose docstrings are wanted is not installed.
+        UserError: another name, or a package whose docstrings it needs is not installed.
     """
     if path not in NAMES:
-        raise Refusal(f"expected one of {', '.join(NAMES)}, got {path}")
+        raise UserError(f"expected one of {', '.join(NAMES)}, got {path}")
     documents = []
     for name in sorted(topics):
         for text in gather(re.split(r"\n\s*\n", topics[name].strip()), _CHARACTERS):
@@ -78,19 +78,19 @@ def gather(pieces: list[str], characters: int) -> list[str]:
 def _package_folder(name: str) -> Path:
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
-        raise Refusal(f"expected the package {name} for builtin:english; run: pip install {name}")
+        raise UserError(f"expected the package {name} for builtin:english; run: pip install {name}")
     return Path(found.origin).parent
 
 
 def _docstrings(folder: Path) -> list[Raw]:
     documents = []
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).as_posix()):
-        place = file.relative_to(folder)
-        if _NO_PROSE.intersection(place.parts):
+        relative = file.relative_to(folder)
+        if _NO_PROSE.intersection(relative.parts):
             continue
         source = file.read_text(encoding="utf-8", errors="replace")
         for text in gather(_triple_quoted(source), _CHARACTERS):
-            documents.append(Raw(text, f"builtin:english {folder.name}/{place.as_posix()}"))
+            documents.append(Raw(text, f"builtin:english {folder.name}/{relative.as_posix()}"))
     return documents
 
 

@@ -1,158 +1,194 @@
-"""Chat templates: what a conversation reads like, and which part of it the assistant said."""
+"""Conversations to tokens and targets: what the assistant said, and the mark that ends it."""
 
 import json
-import os.path
 import re
-from datetime import datetime
-from typing import Any, NoReturn
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
+import numpy as np
+import tokenizers
 
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
+from jax_distill.data.conversation import Conversation, conversation, count_left_out
+from jax_distill.data.document import Document
+from jax_distill.data.template import LIMITS, Limits, Template
+from jax_distill.data.template_worker import HOLE, Span
 
-# Unicode noncharacters: no text holds them, so they can mark the assistant's part in the rendering.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-# The day that templates with `strftime_now` see. The real one would change the data every day; this
-# is the day that Llama 3.2's own template falls back to.
-_TODAY = datetime(2024, 7, 26)
-
-Span = tuple[int, int]
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: marks what the assistant said."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_mark")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _mark(caller: Any) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
+_LEFT, _RIGHT = "\ufdd3", "\ufdd4"  # around the number of a control token in its other spelling
 
 
-class ChatTemplate:
-    """A tokenizer folder's chat template in jinja2's sandbox.
+class Chat:
+    """A tokenizer and its chat template.
+
+    Control tokens are the tokenizer's special ones. Where a message's own text holds one ("the end
+    mark is <|im_end|>"), it is text: it ends no turn and becomes no control token. For that, a hole
+    (a Unicode noncharacter) is put into it before the template renders the message, and afterwards
+    the control tokens without a hole, which are the template's own, are encoded by a second
+    tokenizer that knows them, and only them, by another spelling.
 
     Args:
+        core: the tokenizer.
         source: the template.
-        values: names it may use besides the messages (bos_token, eos_token, …).
-        special_tokens: those of the tokenizer: one of them may end an assistant's turn.
+        values: names that the template may use (bos_token, eos_token, …).
+        limits: of the template.
     """
 
-    def __init__(self, source: str, *, values: dict[str, str], special_tokens: list[str]):
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        source: str,
+        *,
+        values: dict[str, str],
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._core = core
+        added = core.get_added_tokens_decoder()
+        self._special = {token.content: id_ for id_, token in added.items() if token.special}
+        if re.search(f"[\ufdd0-{_RIGHT}]", source):
+            raise UserError("expected a chat template without noncharacters U+FDD0 to U+FDD4")
+        self._template = Template(
+            source, values=values, special_tokens=list(self._special), limits=limits
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = _TODAY.strftime
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise Refusal(f"expected a chat template that jinja2 reads, got {error}") from None
-        self._values = values
-        self._special_tokens = sorted(filter(None, special_tokens), key=len, reverse=True)
+        words = sorted((word for word in self._special if len(word) > 1), key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, words)) or "(?!)")
 
-    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[Span]]:
-        """The conversation's text and the spans of it that the assistant said.
+    def check(self) -> None:
+        """Raise UserError now if the template does not parse."""
+        self._template.check()
 
-        Where the template marks them with `{% generation %}`, those are the spans. Else each
-        assistant turn begins where the text of the messages before it, with the assistant's header,
-        ends, and ends with the special token that closes the text of the messages up to it (so
-        ChatML's newline is not the assistant's), or where that text ends if none does.
+    def close(self) -> None:
+        """End the template's process; a later document starts another one."""
+        self._template.close()
+
+    def document(
+        self,
+        messages: list[Any],
+        tools: list[Any] | None = None,
+        counts: Counter[str] | None = None,
+    ) -> Document:
+        """A conversation as the template writes it; what the assistant said is a target.
+
+        A token is a target when it has a character of an assistant turn: its content and the mark
+        that ends it, not its header. One that begins in the header and ends in the answer belongs
+        to the answer, as in transformers' mask. Messages of weight 0 are no targets. BOS and EOS
+        are the template's own business, none is added.
 
         Args:
-            messages: dicts with `role` and, as the template wants them, `content` and more.
-
-        Returns:
-            text, and (first, end) character spans into it, in order.
+            messages: dicts with `role`, `content` and what else the template reads.
+            tools: JSON Schemas of functions.
+            counts: what is changed or left out is counted here, in words.
 
         Raises:
-            Refusal: messages of another form, the template rejects them, or its text before a turn
-                is no beginning of the whole text, so that the turn cannot be found.
+            UserError: messages of another form; see also `Template.render`.
         """
-        _check(messages)
-        text, spans = self._rendered(messages)
-        if spans or not any(message["role"] == "assistant" for message in messages):
-            return text, spans
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                spans.append(self._turn(text, messages, index))
-        return text, spans
+        counts = Counter() if counts is None else counts
+        given = conversation(messages, tools, self._template.source, counts)
+        given = self._with_holes(given, counts)
+        text, spans = self._template.render(given.messages, given.tools)
+        count_left_out(given, text, counts)
+        spans = _learned(spans, given.learned)
+        if HOLE in text:
+            return self._encode_with_holes(text, spans, counts)
+        return _document(self._core.encode(text, add_special_tokens=False), spans)
 
-    def _turn(self, text: str, messages: list[dict[str, Any]], index: int) -> Span:
-        before, _ = self._rendered(messages[:index], header=True)
-        upto, _ = self._rendered(messages[: index + 1])
-        if self._rendered(messages[:index])[0] == before:  # the template has no header, or always
-            if "assistant" in os.path.commonprefix([before[::-1], upto[::-1]])[::-1].lower():
-                raise Refusal(
-                    "expected a chat template that writes the assistant's header only when "
-                    "add_generation_prompt asks for it, this one always does; wrap that part in "
-                    "{% if add_generation_prompt %}…{% endif %}"
-                )
-        bare = upto.rstrip()
-        mark = next((token for token in self._special_tokens if bare.endswith(token)), "")
-        end = -1
-        if text.startswith(upto):
-            end = len(bare) if mark else len(upto)
-        elif mark and index + 1 < len(messages):  # Qwen3 leaves the thoughts of earlier turns out
-            limit = len(self._rendered(messages[: index + 2])[0])
-            found = text.find(mark, len(before), limit)
-            end = found + len(mark) if found >= 0 else -1
-        if not text.startswith(before) or end < len(before):
-            raise Refusal(
-                f"expected the text of the messages before message {index} to begin the whole text "
-                f"of the chat, by this template it does not; mark the assistant's part with "
-                f"{{% generation %}} in the template, or give one assistant turn a conversation"
-            )
-        return len(before), end
+    def _with_holes(self, given: Conversation, counts: Counter[str]) -> Conversation:
+        found = 0
 
-    def _rendered(self, messages: list[dict[str, Any]], header: bool = False) -> tuple[str, list]:
-        try:
-            marked = self._template.render(
-                **self._values,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=header,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise Refusal(f"expected messages that the chat template takes, got {error}") from None
-        text, spans = "", []
-        for piece in marked.split(_OPEN):
-            said, closed, after = piece.partition(_CLOSE)
-            if closed:
-                spans.append((len(text), len(text) + len(said)))
-            text += said + after
-        return text, spans
+        def protect(text: str) -> str:
+            nonlocal found
+            text, count = self._control.subn(lambda m: m[0][0] + HOLE + m[0][1:], text)
+            found += count
+            return text
+
+        messages = [
+            {
+                key: value if key == "role" else _mapped(value, protect)
+                for key, value in each.items()
+            }
+            for each in given.messages
+        ]
+        tools = _mapped(given.tools, protect)
+        counts["control tokens in messages, read as text"] += found
+        return given._replace(messages=messages, tools=tools)
+
+    def _encode_with_holes(self, text: str, spans: list[Span], counts: Counter[str]) -> Document:
+        """The document of a text in which holes mark the control tokens that are text."""
+        pieces, begins, moves, last, length = [], [0], [0], 0, 0
+        for match in re.finditer(f"{HOLE}|{self._control.pattern}", text):
+            own = match[0]
+            spelled = "" if own == HOLE else f"{_LEFT}{self._special[own]}{_RIGHT}"
+            pieces += [text[last : match.start()], spelled]
+            last = match.end()
+            length += len(pieces[-2]) + len(spelled)
+            begins.append(last)
+            moves.append(length - last)
+        pieces.append(text[last:])
+
+        def moved(position: int) -> int:
+            return position + moves[bisect_right(begins, position) - 1]
+
+        core, original = self._respelled
+        encoding = core.encode("".join(pieces), add_special_tokens=False)
+        document = _document(encoding, [(moved(first), moved(end)) for first, end in spans])
+        tokens = document.tokens
+        kept = np.isin(tokens, self._ids_in_model)
+        counts["control tokens in messages, which the tokenizer cannot read as text"] += int(
+            kept.sum()
+        )
+        ids = np.array([original.get(token, token) for token in tokens.tolist()], np.int32)
+        return Document(ids, document.targets)
+
+    @cached_property
+    def _respelled(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer that knows the control tokens by another spelling; its ids of them → ids."""
+        description = json.loads(self._core.to_str())
+        added = {token["content"]: token for token in description["added_tokens"]}
+        for word, token in added.items():
+            if self._control.fullmatch(word):
+                token["content"] = f"{_LEFT}{token['id']}{_RIGHT}"
+        core = tokenizers.Tokenizer.from_str(json.dumps(description))
+        ids = ((core.token_to_id(token["content"]), token["id"]) for token in added.values())
+        return core, {new: old for new, old in ids if new is not None and new != old}
+
+    @cached_property
+    def _ids_in_model(self) -> np.ndarray:
+        """Ids of control tokens that the tokenizer's model may give to a text, too."""
+        model = self._core.get_vocab(with_added_tokens=False)
+        return np.array([id_ for word, id_ in self._special.items() if word in model], np.int64)
 
 
-def _check(messages: list[Any]) -> None:
-    if not messages:
-        raise Refusal("expected a list of messages, got an empty one")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            got = str(message)[:60]
-            raise Refusal(f"expected message {index} to have a role and content, got {got!r}")
-    text = json.dumps(messages, ensure_ascii=False, default=str)
-    if _OPEN in text or _CLOSE in text:
-        raise Refusal("expected text, got the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
-    if re.search("[\ud800-\udfff]", text):
-        raise Refusal("expected Unicode text, got half a surrogate pair; mend the line")
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed, the keys of objects left."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(each, change) for each in value]
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return value
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs) -> str:
-    """Plain JSON: jinja2's own escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
+def _learned(spans: list[Span], learned: list[bool]) -> list[Span]:
+    """The spans of the assistant's messages that are to be learned."""
+    if all(learned):
+        return spans
+    if len(spans) != len(learned):
+        raise UserError(
+            f"expected a chat template that marks each of {len(learned)} assistant messages once, "
+            f"as one of them has weight 0, got {len(spans)} marks; leave the weights out, or mark "
+            "one {% generation %} part a message"
+        )
+    return [span for span, wanted in zip(spans, learned, strict=True) if wanted]
 
 
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _document(encoding: tokenizers.Encoding, spans: list[Span]) -> Document:
+    """Targets are the tokens with a character in a span; one of no characters, where it stands."""
+    targets = np.zeros(len(encoding.ids), bool)
+    if spans:
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        for first, end in spans:
+            targets |= (starts < end) & ((ends > first) | (starts >= first))
+    return Document(np.array(encoding.ids, np.int32), targets)

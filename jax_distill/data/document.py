@@ -1,9 +1,12 @@
 """What the readers hand on: raw documents first, token documents after."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
+_NAMED = 20  # kinds of changes that one line names
 
 
 class Document(NamedTuple):
@@ -26,11 +29,15 @@ class Raw(NamedTuple):
         content: text (str), chat messages (list of dicts) or token ids ([n] int32 array).
         where: file and line, for error messages.
         targets: [n] bool beside token ids, or None: every token is a target.
+        tools: JSON Schemas of functions beside chat messages, or None.
+        unread: keys that stood beside the content and are not read.
     """
 
     content: str | list[dict[str, Any]] | np.ndarray
     where: str
     targets: np.ndarray | None = None
+    tools: list[Any] | None = None
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,17 +45,11 @@ class Counts:
     """What came in and where it went. `str()` of it is one line.
 
     Attributes:
-        documents: of the training part; heldout_documents: of the held-out part.
-        tokens: of the training part; heldout_tokens: of the held-out part.
+        documents, tokens: of the training part; heldout_documents, heldout_tokens: held out.
         target_tokens: tokens of both parts that may be predicted.
-        repeated_paragraphs: paragraphs dropped because they had stood before.
-        repeated_characters: what they held.
-        emptied_documents: documents of which nothing was left after that.
-        empty_documents: documents that had no content to begin with.
-        untargeted_documents: documents without one token to predict (kept).
-        left_out_documents: documents left out so that the mixture keeps its weights.
-        left_out_tokens: what they held.
-        dropped_bos: beginning-of-sequence tokens beyond the first of a document.
+        named: whatever else was changed, left out or not read, by words that say it.
+
+    The others are described by the words that `LOST` has for them.
     """
 
     documents: int = 0
@@ -64,6 +65,8 @@ class Counts:
     left_out_documents: int = 0
     left_out_tokens: int = 0
     dropped_bos: int = 0
+    untokenized_documents: int = 0
+    named: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         parts = [
@@ -71,17 +74,25 @@ class Counts:
             f"{self.heldout_documents:,} of {self.heldout_tokens:,} held out",
             f"{self.target_tokens:,} tokens to predict",
         ]
-        rest = [
-            (self.repeated_paragraphs, "repeated paragraphs dropped"),
-            (self.repeated_characters, "characters in them"),
-            (self.emptied_documents, "documents empty after that"),
-            (self.empty_documents, "documents empty as read"),
-            (self.untargeted_documents, "documents with nothing to predict"),
-            (self.left_out_documents, "documents left out by weight"),
-            (self.left_out_tokens, "tokens in them"),
-            (self.dropped_bos, "doubled BOS dropped"),
-        ]
+        rest = [(getattr(self, name), words) for name, words in LOST.items()]
+        named = [(count, what) for what, count in self.named.items() if count]
+        rest += named[:_NAMED]
+        if len(named) > _NAMED:
+            rest.append((len(named) - _NAMED, "more of such kinds"))
         return "; ".join(parts + [f"{count:,} {what}" for count, what in rest if count])
+
+
+LOST = {
+    "repeated_paragraphs": "repeated paragraphs dropped",
+    "repeated_characters": "characters in them",
+    "emptied_documents": "documents empty after that",
+    "empty_documents": "documents empty as read",
+    "untargeted_documents": "documents with nothing to predict",
+    "left_out_documents": "documents left out by weight",
+    "left_out_tokens": "tokens in them",
+    "dropped_bos": "doubled BOS dropped",
+    "untokenized_documents": "documents not read further: max_rows has enough",
+}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def row_indices(step: int, *, batch_size: int, num_rows: int, seed: int) -> np.n
     Args:
         step: optimizer step, from 0.
         batch_size: rows per optimizer step.
-        num_rows: rows of the store, at least 1.
+        num_rows: rows of the cache, at least 1.
         seed: any integer.
 
     Returns:
@@ -35,17 +35,17 @@ def row_indices(step: int, *, batch_size: int, num_rows: int, seed: int) -> np.n
     while filled < batch_size:
         epoch, start = divmod(first + filled, num_rows)
         count = min(batch_size - filled, num_rows - start)
-        places = np.arange(start, start + count, dtype=np.uint64)
-        rows[filled : filled + count] = _permute(places, num_rows, _mix(_mix(seed) + epoch))
+        positions = np.arange(start, start + count, dtype=np.uint64)
+        rows[filled : filled + count] = _permute(positions, num_rows, _mix(_mix(seed) + epoch))
         filled += count
     return rows
 
 
-def _permute(places: np.ndarray, num_rows: int, key: int) -> np.ndarray:
-    """Maps places in [0, num_rows) one to one onto [0, num_rows)."""
+def _permute(positions: np.ndarray, num_rows: int, key: int) -> np.ndarray:
+    """Maps positions in [0, num_rows) one to one onto [0, num_rows)."""
     half = max(1, ((num_rows - 1).bit_length() + 1) // 2)
     keys = [_mix(key + round_) for round_ in range(1, _ROUNDS + 1)]
-    values = _feistel(places, half, keys)
+    values = _feistel(positions, half, keys)
     outside = values >= np.uint64(num_rows)
     while outside.any():
         values[outside] = _feistel(values[outside], half, keys)
@@ -70,7 +70,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_array(values: np.ndarray) -> np.ndarray:
-    """`_mix` over a uint64 array, whose products wrap by themselves."""
+    """`_mix` over a uint64 array, whose multiplications wrap by themselves."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -4,97 +4,152 @@
 |---|---|
 | text | a folder: each file in it; one file: runs of paragraphs of about 20,000 characters |
 | jsonl | each line's `text` |
-| chat | each line's `messages`: a list of {role, content} |
+| chat | each line's `messages` ({role, content}) or `conversations` ({from, value}) |
 | tokens | each line's `tokens` (beside them, if given, `targets`: 0 or 1 each) |
 | tokens, .npy | a row of a 2-D array; a run of a 1-D array up to and including EOS |
-| hub | each row of the data set's `messages`, `text` or `tokens` column |
+| hub | each row of the data set's `messages`, `conversations`, `text` or `tokens` column |
 
 Text is UTF-8, a leading BOM and CRLF line ends are taken away. Empty lines of JSONL are skipped.
+
+Of a folder, the files are read whose suffix is that of data, hidden ones, README and the like, and
+the files of a test or validation split aside, as in a cloned data set; see `source_files`.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_distill.config import Refusal, find_path
+from jax_distill.base.console import say
+from jax_distill.base.errors import UserError, shown
+from jax_distill.base.files import find_path
+from jax_distill.base.json_object import BAD_JSON, json_problem
+from jax_distill.data import conversation
 from jax_distill.data.builtin import gather, read_builtin
+from jax_distill.data.conversation import messages_of
 from jax_distill.data.document import Raw
 
-FORMATS = ("auto", "text", "jsonl", "chat", "tokens", "hub")
 _BLOCK_CHARACTERS = 20_000
-_KEYS = {"jsonl": "text", "chat": "messages", "tokens": "tokens"}
+_KEYS = {"chat": conversation.KEYS, "jsonl": ("text",), "tokens": ("tokens",)}
 
 
 def read_raw(path: str, *, format: str, eos_id: int | None = None) -> list[Raw]:
     """The documents of one source, in the order of the files' names and of their lines.
 
     Args:
-        path: file, folder (its files, recursively, hidden ones aside), `builtin:…` or, with format
-            hub, `owner/name`, `owner/name:config` or `owner/name:config:split` (default: train;
-            slices such as `train[:1%]` are the hub's own).
-        format: one of `FORMATS`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson and .json go
+        path: file, folder (its data files, recursively), `builtin:…` or, with format hub,
+            `owner/name`, `owner/name:config` or `owner/name:config:split` (default: train; slices
+            such as `train[:1%]` are the hub's own).
+        format: as `data.format`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson and .json go
             by the keys of their first line; anything else is text.
         eos_id: ends the documents of a 1-D token array.
 
     Raises:
-        Refusal: nothing there, unknown format, or a line that is not what the format says.
+        UserError: nothing there, or a line that is not what the format says.
     """
-    if format not in FORMATS:
-        raise Refusal(f"expected data.format to be one of {', '.join(FORMATS)}, got {format}")
     if path.startswith("builtin:"):
         return read_builtin(path)
     if format == "hub":
         return list(_hub(path))
     raws: list[Raw] = []
-    root = Path(find_path(path))
-    for file in source_files(path):
+    is_folder = Path(find_path(path)).is_dir()
+    files = source_files(path, format=format)
+    if is_folder:
+        say(_which_files(Path(find_path(path)), files))
+    for file in files:
         kind = _detect(file) if format == "auto" else format
-        if kind == "tokens" and file.suffix == ".npy":
+        if kind == "tokens" and file.suffix.lower() == ".npy":
             raws += _token_array(file, eos_id)
         elif kind == "text":
-            raws += _text(file, whole=root.is_dir())
+            raws += _text(file, whole=is_folder)
         else:
-            raws += _lines(file, _KEYS[kind])
+            raws += _lines(file, kind)
     return raws
 
 
-def source_files(path: str) -> list[Path]:
+_JSON = (".jsonl", ".ndjson", ".json")
+_PROSE = (".txt", ".text", ".md", ".rst")
+_SUFFIXES = {"text": _PROSE, "jsonl": _JSON, "chat": _JSON, "tokens": (*_JSON, ".npy")}
+_ABOUT = re.compile(
+    r"(readme|license|licence|citation|changelog|dataset_infos?|dataset_dict|state\.json)\b.*", re.I
+)
+_OTHER_SPLIT = re.compile(r"(test|valid|validation|val|dev|eval|evaluation)([-_.0-9].*)?", re.I)
+
+
+def source_files(path: str, *, format: str = "auto") -> list[Path]:
     """The files of a path, sorted by their names.
 
+    Of a folder, those with a suffix of the format (auto: .jsonl .ndjson .json .npy .txt .text and,
+    where there is none of these, .md .rst), without hidden ones; without README, LICENSE and the
+    like; without those in or of a split called test, validation, val, dev or eval, where there are
+    others.
+
     Raises:
-        Refusal: the path does not exist, or is a folder without files.
+        UserError: the path does not exist, or is a folder without such files.
     """
     root = Path(find_path(path))
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise Refusal(
+        raise UserError(
             f"expected data at {path}, nothing is there; give a file, a folder, builtin:english, "
             f"or a hub id with data.format: hub"
         )
-    files = [
-        (place.as_posix(), root / place)
-        for place in (file.relative_to(root) for file in root.rglob("*") if file.is_file())
-        if not any(part.startswith(".") for part in place.parts)
+    there = _visible(root)
+    suffixes = _SUFFIXES.get(format, (*_JSON, ".npy", ".txt", ".text"))
+    data = [file for file in there if not _ABOUT.fullmatch(file.name)]
+    files = [file for file in data if file.suffix.lower() in suffixes]
+    if not files and format == "auto":
+        files = [file for file in data if file.suffix.lower() in _PROSE]
+    own = [
+        file
+        for file in files
+        if not any(_OTHER_SPLIT.fullmatch(part) for part in file.relative_to(root).parts)
     ]
     if not files:
-        raise Refusal(f"expected files in the folder {path}, it has none")
-    return [file for _, file in sorted(files)]
+        got = ", ".join(file.name for file in there[:5]) or "none"
+        raise UserError(
+            f"expected files {' '.join(suffixes)} in the folder {path}, got {got}; "
+            "convert them to JSONL, name one file, or set data.format"
+        )
+    return own or files
+
+
+def _visible(root: Path) -> list[Path]:
+    """The files of a folder in the order of their names, hidden ones aside."""
+    files = (file.relative_to(root) for file in root.rglob("*") if file.is_file())
+    visible = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+    return [root / file for file in sorted(visible, key=lambda file: file.as_posix())]
+
+
+def _which_files(root: Path, files: list[Path]) -> str:
+    def names(found: list[Path]) -> str:
+        some = ", ".join(file.relative_to(root).as_posix() for file in found[:8])
+        return some + (f" and {len(found) - 8:,} more" if len(found) > 8 else "")
+
+    left = [file for file in _visible(root) if file not in set(files)]
+    return f"data: {root}: reading {names(files)}" + (f"; not {names(left)}" if left else "")
 
 
 def _detect(file: Path) -> str:
-    if file.suffix not in (".jsonl", ".ndjson", ".json"):
-        return "tokens" if file.suffix == ".npy" else "text"
+    suffix = file.suffix.lower()
+    if suffix not in _JSON:
+        return "tokens" if suffix == ".npy" else "text"
     for number, line in _numbered_lines(file):
         row = _row(file, number, line)
-        for kind, key in (("chat", "messages"), ("jsonl", "text"), ("tokens", "tokens")):
-            if key in row:
-                return kind
-        raise Refusal(_wrong_keys(file, number, row, "text, messages or tokens"))
+        kind = _kind(row)
+        if kind is None:
+            raise UserError(_wrong_keys(file, number, row, "text, messages or tokens"))
+        return kind
     return "jsonl"  # an empty file
+
+
+def _kind(row: Mapping[str, Any]) -> str | None:
+    """The format of a row, by its keys."""
+    return next((kind for kind, keys in _KEYS.items() if any(key in row for key in keys)), None)
 
 
 def _text(file: Path, *, whole: bool) -> list[Raw]:
@@ -111,19 +166,19 @@ def _decoded(file: Path, data: bytes) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise Refusal(
+        raise UserError(
             f"{file}:{line}: expected UTF-8, got byte 0x{data[error.start]:02x}; "
             f"convert it, e.g. iconv -f latin1 -t utf-8"
         ) from None
     return text.replace("\r\n", "\n")
 
 
-def _lines(file: Path, key: str) -> Iterator[Raw]:
+def _lines(file: Path, kind: str) -> Iterator[Raw]:
     for number, line in _numbered_lines(file):
         row = _row(file, number, line)
-        if key not in row:
-            raise Refusal(_wrong_keys(file, number, row, key))
-        yield _content(row, key, f"{file}:{number}")
+        if not any(key in row for key in _KEYS[kind]):
+            raise UserError(_wrong_keys(file, number, row, _KEYS[kind][0]))
+        yield _content(row, kind, f"{file}:{number}")
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
@@ -134,7 +189,7 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
                 byte = line[error.start]
-                raise Refusal(
+                raise UserError(
                     f"{file}:{number}: expected UTF-8, got byte 0x{byte:02x}; convert the file"
                 ) from None
             if text:
@@ -144,13 +199,13 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
 def _row(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise Refusal(
-            f"{file}:{number}: expected one JSON object a line, got {line[:40]!r} ({error}); "
-            f"mend or remove the line"
+    except BAD_JSON as error:
+        raise UserError(
+            f"{file}:{number}: expected one JSON object a line, got {line[:40]!r} "
+            f"({json_problem(error)}); fix or remove the line"
         ) from None
     if not isinstance(row, dict):
-        raise Refusal(
+        raise UserError(
             f"{file}:{number}: expected a JSON object, got {line[:40]!r}; "
             f'write {{"text": …}}, {{"messages": …}} or {{"tokens": …}}'
         )
@@ -158,28 +213,37 @@ def _row(file: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _wrong_keys(file: Path, number: int, row: dict[str, Any], key: str) -> str:
-    got = ", ".join(row) or "none"
-    return f"{file}:{number}: expected the key {key}, got {got}; rename it, or set data.format"
+    got = ", ".join(row)[:200] or "none"
+    return (
+        f"{file}:{number}: expected the key {key}, got {got}; set data.format, or write "
+        '{"text": …}, {"messages": [{"role": …, "content": …}, …]} or {"tokens": …}'
+    )
 
 
-def _content(row: dict[str, Any], key: str, where: str) -> Raw:
-    value = row[key]
-    if key == "text" and not isinstance(value, str):
-        raise Refusal(f"{where}: expected text to be a string, got {value!r:.40}; mend the line")
-    if key == "messages" and not isinstance(value, list):
-        raise Refusal(f"{where}: expected messages to be a list, got {value!r:.40}; mend the line")
-    if key == "tokens":
-        tokens = _token_ids(value, where)
-        if row.get("targets") is None:
-            return Raw(tokens, where)
-        targets = _token_ids(row["targets"], where)
-        if targets.shape != tokens.shape or targets.max(initial=0) > 1:
-            raise Refusal(
-                f"{where}: expected targets of 0 or 1, one for each of {len(tokens)} tokens, "
-                f"got {len(targets)} up to {targets.max(initial=0)}; mend the line"
-            )
-        return Raw(tokens, where, targets.astype(bool))
-    return Raw(value, where)
+def _content(row: dict[str, Any], kind: str, where: str) -> Raw:
+    if kind == "chat":
+        try:
+            messages, tools, others = messages_of(row)
+        except UserError as refusal:
+            raise UserError(f"{where}: {refusal}") from None
+        return Raw(messages, where, tools=tools, unread=tuple(others))
+    if kind == "jsonl":
+        value = row["text"]
+        if not isinstance(value, str):
+            got = shown(value)
+            raise UserError(f"{where}: expected text to be a string, got {got}; fix the line")
+        return Raw(value, where, unread=tuple(key for key in row if key != "text"))
+    unread = tuple(key for key in row if key not in ("tokens", "targets"))
+    tokens = _token_ids(row["tokens"], where)
+    if row.get("targets") is None:
+        return Raw(tokens, where, unread=unread)
+    targets = _token_ids(row["targets"], where)
+    if targets.shape != tokens.shape or targets.max(initial=0) > 1:
+        raise UserError(
+            f"{where}: expected targets of 0 or 1, one for each of {len(tokens)} tokens, "
+            f"got {len(targets)} up to {targets.max(initial=0)}; fix the line"
+        )
+    return Raw(tokens, where, targets.astype(bool), unread=unread)
 
 
 def _token_ids(value: Any, where: str) -> np.ndarray:
@@ -190,10 +254,10 @@ def _token_ids(value: Any, where: str) -> np.ndarray:
     if isinstance(value, list) and not value:
         return np.empty(0, np.int32)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise Refusal(f"{where}: expected a list of whole numbers, got {value!r:.40}; mend it")
+        raise UserError(f"{where}: expected a list of whole numbers, got {shown(value)}; fix it")
     if tokens.size and (tokens.min() < 0 or tokens.max() >= 2**31):
         bad = int(np.argmax((tokens < 0) | (tokens >= 2**31)))
-        raise Refusal(
+        raise UserError(
             f"{where}: expected ids from 0 up, got {tokens[bad]} at position {bad}; "
             f"leave padding out, the packer pads"
         )
@@ -202,14 +266,22 @@ def _token_ids(value: Any, where: str) -> np.ndarray:
 
 def _token_array(file: Path, eos_id: int | None) -> list[Raw]:
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise Refusal(f"{file}: expected a .npy array, got {error}; save it anew") from None
+        with np.errstate(over="raise"):  # a shape whose size is no int64
+            array = np.lib.format.open_memmap(file, mode="r")
+    except Exception as error:  # its header is Python, and fails in as many ways
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(f"{file}: expected a .npy array, got {problem}; save it again") from None
+    beyond = file.stat().st_size - array.offset - array.nbytes
+    if beyond:
+        raise UserError(
+            f"{file}: expected a .npy array of {array.nbytes:,} bytes, as its header says, "
+            f"got {beyond:,} more; save it again"
+        )
     if array.ndim == 2:
         rows = ((f"{file} row {index}", row) for index, row in enumerate(array))
         return [Raw(_token_ids(row, where), where) for where, row in rows]
     if array.ndim != 1:
-        raise Refusal(f"{file}: expected a 1-D or 2-D array of token ids, got {array.ndim} axes")
+        raise UserError(f"{file}: expected a 1-D or 2-D array of token ids, got {array.ndim} axes")
     tokens = _token_ids(array, str(file))
     if eos_id is None:
         return [Raw(tokens, str(file))]
@@ -225,20 +297,20 @@ def hub_fingerprint(path: str) -> str:
 
 def _hub(path: str) -> Iterator[Raw]:
     for index, row in enumerate(_hub_rows(path)):
-        key = next((key for key in ("messages", "text", "tokens") if key in row), None)
-        if key is None:
-            raise Refusal(
+        kind = _kind(row)
+        if kind is None:
+            raise UserError(
                 f"{path} row {index}: expected the column messages, text or tokens, "
                 f"got {', '.join(row)}; rename it and give it as JSONL"
             )
-        yield _content(row, key, f"{path} row {index}")
+        yield _content(row, kind, f"{path} row {index}")
 
 
 def _hub_rows(path: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise Refusal(
+        raise UserError(
             f"expected the package datasets for the hub data set {path}; "
             f"run: pip install 'jax-distill[hub]'"
         ) from None
@@ -247,6 +319,6 @@ def _hub_rows(path: str) -> Any:
         return datasets.load_dataset(name, config or None, split=split or "train")
     except Exception as error:  # many kinds: no network, no such set, no such split
         reason = " ".join(str(error).split())[:200]
-        raise Refusal(
+        raise UserError(
             f"expected the hub data set {path}, got: {reason}; check its name and the network"
         ) from None

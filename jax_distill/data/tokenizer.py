@@ -1,20 +1,41 @@
 """A tokenizer folder: tokenizer.json, and what tokenizer_config.json says about it."""
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 
-from jax_distill.config import Refusal
-from jax_distill.data.chat import ChatTemplate
-from jax_distill.data.document import Document
+from jax_distill.base.errors import UserError
+from jax_distill.base.json_object import DAMAGE, one_line, read_json_object, shown, token_ids
+from jax_distill.data.chat import Chat
 
 END_OF_TEXT = "<|endoftext|>"
+# Who says what the special tokens are, the last word first; a null says nothing. The ids of the two
+# model files count where no token is named.
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+ID_FILES = ("config.json", "generation_config.json")
+
+
+@contextlib.contextmanager
+def library_errors(what: Path | str) -> Iterator[None]:
+    """Whatever the tokenizers library makes of a damaged tokenizer is one line that names it: it
+    raises bare Exceptions, and where its Rust code gives up, a BaseException."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(
+                f"{what}: expected a tokenizer, got {one_line(error)}; re-download it"
+            ) from None
+        raise
 
 
 def vocabulary_of(folder: Path) -> dict[str, int]:
@@ -30,6 +51,7 @@ class Tokenizer:
         length: 1 + the largest id; a model's head may be padded beyond it.
         bos_id, eos_id: or None where the folder names none.
         adds_bos: whether this tokenizer puts BOS before a text.
+        control_ids: of the special tokens, [n] int64: what a text may hold only as marks.
         fingerprint: sha256 of the sorted id → token map.
         files_hash: sha256 of every file that decides what comes out of it.
     """
@@ -41,93 +63,97 @@ class Tokenizer:
         core.no_padding()
         self.vocab: dict[str, int] = core.get_vocab(with_added_tokens=True)
         self.length = 1 + max(self.vocab.values(), default=-1)
+        added = core.get_added_tokens_decoder()
+        self.control_ids = np.array(sorted(i for i, t in added.items() if t.special), np.int64)
+        if self.length >= 2**31:
+            raise UserError(f"{folder}: expected token ids below 2^31, got {self.length - 1}")
         self.bos_id = self._special_id(settings, "bos_token")
         self.eos_id = self._special_id(settings, "eos_token")
         begin = core.encode("", add_special_tokens=True).ids
         adds = settings.get("add_bos_token")
+        if not isinstance(adds, bool | None):
+            raise UserError(
+                f"{folder}: expected add_bos_token true or false, got {shown(adds)}; "
+                "correct tokenizer_config.json"
+            )
         self.adds_bos = self.bos_id is not None and (
-            begin[:1] == [self.bos_id] if adds is None else bool(adds)
+            begin[:1] == [self.bos_id] if adds is None else adds
         )
         self._chat_source = _chat_source(folder, settings)
         self._chat_values = {
             key: _content(value)
             for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, str | dict)
+            if key.endswith("_token") and isinstance(_content(value), str)
         }
-        self._special_tokens = [
-            token.content for token in core.get_added_tokens_decoder().values() if token.special
-        ]
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
         """Reads a folder (or a tokenizer.json in one).
 
-        BOS and EOS come from tokenizer_config.json, else special_tokens_map.json, else config.json.
+        BOS and EOS are the tokens that tokenizer_config.json names, else special_tokens_map.json,
+        else the first of the ids in config.json, else in generation_config.json.
 
         Raises:
-            Refusal: no tokenizer.json there, or a file that does not parse.
+            UserError: no tokenizer.json there, or a file that does not parse; an id that is none.
         """
         folder = Path(folder)
         folder = folder.parent if folder.name == "tokenizer.json" else folder
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise Refusal(
+            raise UserError(
                 f"expected {file}, it is not there; give data.tokenizer a folder that has one, or "
                 f"bpe:2048 to train one on the text"
             )
-        try:
+        settings: dict[str, Any] = {}
+        for name in SETTINGS_FILES:
+            for key, value in _read_if_there(folder / name).items():
+                if _content(settings.get(key)) is None:
+                    settings[key] = value
+        with library_errors(file):
             core = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise Refusal(f"{file}: expected a tokenizer, got {error}; save it anew") from None
-        config = _read_json(folder / "config.json")
-        settings: dict[str, Any] = {
-            key: config.get(key) for key in ("bos_token_id", "eos_token_id")
-        }
-        settings.update(_read_json(folder / "special_tokens_map.json"))
-        settings.update(_read_json(folder / "tokenizer_config.json"))
-        return cls(folder, core, settings)
+            length = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+            for name in ID_FILES:
+                found = _read_if_there(folder / name)
+                for key in ("bos_token", "eos_token"):
+                    if _content(settings.get(key)) is None and not settings.get(f"{key}_id"):
+                        where = f"{folder / name}: {key}_id"
+                        settings[f"{key}_id"] = token_ids(found.get(f"{key}_id"), length, where)
+            return cls(folder, core, settings)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, nothing added before or after it: [n] int32."""
-        return np.array(self._core.encode(text, add_special_tokens=False).ids, np.int32)
+        with library_errors(self.folder):
+            return np.array(self._core.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of many texts on all cores."""
-        encodings = self._core.encode_batch_fast(list(texts), add_special_tokens=False)
+        with library_errors(self.folder):
+            encodings = self._core.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids, special tokens shown."""
+        """The text of token ids, special tokens included."""
         return self._core.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
-    def chat(self, messages: list[dict[str, Any]]) -> Document:
-        """A conversation in the folder's own chat template; what the assistant said is a target.
-
-        A token is a target when it begins inside an assistant turn: its content and the mark that
-        ends it, not its header. BOS and EOS are the template's own business, none is added.
+    @functools.cached_property
+    def chat(self) -> Chat:
+        """The folder's own chat template.
 
         Raises:
-            Refusal: no template in the folder, messages without role, or see `ChatTemplate.render`.
+            UserError: no template in the folder.
         """
-        text, spans = self._template.render(messages)
-        encoding = self._core.encode(text, add_special_tokens=False)
-        targets = np.zeros(len(encoding.ids), bool)
-        if spans:
-            starts = np.array([start for start, _ in encoding.offsets], np.int64)
-            for first, end in spans:
-                targets |= (starts >= first) & (starts < end)
-        return Document(np.array(encoding.ids, np.int32), targets)
-
-    @functools.cached_property
-    def _template(self) -> ChatTemplate:
         if self._chat_source is None:
-            raise Refusal(
+            raise UserError(
                 f"{self.folder}: expected a chat template, got none; put chat_template.jinja "
                 f"beside tokenizer.json, or use a tokenizer that has one"
             )
-        return ChatTemplate(
-            self._chat_source, values=self._chat_values, special_tokens=self._special_tokens
-        )
+        return Chat(self._core, self._chat_source, values=self._chat_values)
+
+    @property
+    def conventions(self) -> tuple[int | None, int | None, bool, str | None]:
+        """What a text is made with besides its ids: BOS, EOS, whether BOS comes first, the chat
+        template. Two tokenizers with equal ids may differ in it."""
+        return self.bos_id, self.eos_id, self.adds_bos, self._chat_source
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -137,19 +163,17 @@ class Tokenizer:
     @functools.cached_property
     def files_hash(self) -> str:
         digest = hashlib.sha256((self.folder / "tokenizer.json").read_bytes())
-        digest.update(repr((self.bos_id, self.eos_id, self.adds_bos, self._chat_source)).encode())
+        digest.update(repr(self.conventions).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def _special_id(self, settings: dict[str, Any], name: str) -> int | None:
         token = _content(settings.get(name))
         if token is None:
-            ids = settings.get(f"{name}_id")  # one, several or none
-            first = ids[0] if isinstance(ids, list) and ids else ids
-            return first if isinstance(first, int) else None
-        if token not in self.vocab:
-            raise Refusal(
-                f"{self.folder}: expected {name} to be a token of tokenizer.json, got {token!r}; "
-                f"mend tokenizer_config.json"
+            return next(iter(settings.get(f"{name}_id") or ()), None)
+        if not isinstance(token, str) or token not in self.vocab:
+            raise UserError(
+                f"{self.folder}: expected {name} to be a token of tokenizer.json, got "
+                f"{shown(token)}; correct tokenizer_config.json"
             )
         return self.vocab[token]
 
@@ -161,10 +185,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     files, byte for byte.
 
     Raises:
-        Refusal: vocab_size below 257: a byte-level vocabulary has 256 bytes and the end.
+        UserError: vocab_size below 257: a byte-level vocabulary has 256 bytes and the end.
     """
     if vocab_size < 257:
-        raise Refusal(f"expected a vocabulary of at least 257, got {vocab_size}; 2048 is a start")
+        raise UserError(f"expected a vocabulary of at least 257, got {vocab_size}; 2048 is a start")
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
@@ -191,13 +215,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise Refusal(f"{file}: expected a JSON object, got {error}; mend the file") from None
+def _read_if_there(file: Path) -> dict[str, Any]:
+    return read_json_object(file, cure="restore the file") if file.exists() else {}
 
 
 def _content(value: Any) -> Any:
@@ -208,9 +227,25 @@ def _content(value: Any) -> Any:
 def _chat_source(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except DAMAGE as error:
+            raise UserError(
+                f"expected a chat template in {file}, got {one_line(error)}; restore the file"
+            ) from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", next(iter(named.values()), None))
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default", next(iter(named.values()), None))
+        except DAMAGE as error:
+            raise UserError(
+                f"{folder}: expected chat templates with name and template, got {one_line(error)}; "
+                "correct tokenizer_config.json"
+            ) from None
+    if not isinstance(template, str | None):
+        raise UserError(
+            f"{folder}: expected a chat template as text, got {shown(template)}; "
+            "correct tokenizer_config.json"
+        )
     return template

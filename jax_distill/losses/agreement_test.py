@@ -1,9 +1,8 @@
 """Every implementation, tail and divergence against float64, over sizes that do not divide."""
 
-import inspect
-import textwrap
 import zlib
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +12,11 @@ import pytest
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
-from jax_distill import losses
-from jax_distill.config import LossConfig, Refusal
-from jax_distill.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS, LossSums, kl_and_grads
-from jax_distill.losses.float64_test import Batch, float64_loss, make_batch, top_k
+from jax_distill.batch import Batch
+from jax_distill.losses import Head, LossSums, kl_and_grads, loss
+from jax_distill.losses.float64_test import Gradients, Sums, float64_loss
+from jax_distill.objective import DIVERGENCES, IMPLEMENTATIONS, TAILS, Execution, Objective
+from jax_distill.synthetic import exact_targets, loss_inputs
 
 FAST_COMPILE = {
     "xla_backend_optimization_level": 0,
@@ -25,153 +25,254 @@ FAST_COMPILE = {
 if jax.version.__version_info__ < (0, 11):  # later compilers know no such option
     FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False  # a third of the time
 EPSILON = float(np.finfo(np.float32).eps)
+RTOL = 16 * EPSILON
+"""Of an fp32 result: sums of at most 16 products or of 70 exponentials, each with a rounding of
+ε/2, and a handful of steps more."""
 SLACK = 4.0
 EVERY = (*IMPLEMENTATIONS, "kl_and_grads")
-EVERYTHING: dict[str, Any] = {
-    "temperature": 2.0,
-    "kl_weight": 0.7,
-    "ce_weight": 0.3,
-    "z_loss_weight": 0.01,
-    "soft_cap": 6.0,
-    "logit_scale": 0.8,
-}
+EVERYTHING = Objective(
+    tail="renormalize", divergence="jsd", kl_weight=0.7, ce_weight=0.3, z_loss_weight=0.01
+)
 
 
-class Core(NamedTuple):
-    """What kl_and_grads tells of the sums."""
+class Case(NamedTuple):
+    """What `loss` takes, in numpy."""
 
-    loss: jax.Array
-    count: jax.Array
-
-
-def arrays(batch: Batch, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """The loss's positional arguments by name, hidden and lm_head in `dtype`."""
-    out = {name: getattr(batch, name) for name in Batch.__dataclass_fields__ if name != "bias"}
-    for name in ("hidden", "lm_head"):
-        out[name] = jnp.asarray(out[name], dtype)
-    for name in ("labels", "teacher_indices", "teacher_count"):
-        out[name] = jnp.asarray(out[name], jnp.int32)
-    for name in ("teacher_logprobs", "teacher_log_tail"):
-        out[name] = jnp.asarray(out[name], jnp.float32)
-    return out | {"mask": jnp.asarray(batch.mask)}
+    hidden: np.ndarray
+    head: Head
+    batch: Batch
 
 
-@cache
-def compiled(implementation: str, wrt: tuple[int, ...], knobs: tuple[tuple[str, Any], ...]) -> Any:
-    """jit of (hidden, lm_head, bias, the rest) → sums and gradients."""
-
-    def core(hidden, lm_head, bias, data):
-        """kl_and_grads in the shape of value_and_grad."""
-        out = kl_and_grads(**data, hidden=hidden, lm_head=lm_head, bias=bias, **dict(knobs))
-        (loss, count), *gradients = out
-        return (loss, Core(loss, count)), gradients
-
-    def value(hidden, lm_head, bias, data):
-        loss = IMPLEMENTATIONS[implementation]
-        sums = loss(**data, hidden=hidden, lm_head=lm_head, bias=bias, **dict(knobs))
-        return sums.loss, sums
-
-    function = jax.value_and_grad(value, wrt, has_aux=True) if wrt else value
-    function = core if implementation == "kl_and_grads" else function
-    return jax.jit(function, compiler_options=FAST_COMPILE)
-
-
-def run(
-    implementation: str, batch: Batch, *, dtype: Any = jnp.float32, **knobs: Any
-) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Sums and gradients as float64_loss gives them, C = 4 unless told."""
-    data = arrays(batch, dtype)
-    bias = None if batch.bias is None else jnp.asarray(batch.bias, jnp.float32)
-    wrt = (0, 1) if bias is None else (0, 1, 2)
-    jitted = compiled(implementation, wrt, tuple({"chunk_size": 4, **knobs}.items()))
-    hidden, lm_head = data.pop("hidden"), data.pop("lm_head")
-    (_, sums), gradients = jitted(hidden, lm_head, bias, data)
-    names = ("hidden", "lm_head", "bias")
-    return (
-        {name: float(value) for name, value in sums._asdict().items()},
-        {name: np.asarray(g, np.float64) for name, g in zip(names, gradients, strict=False)},
+def make_case(
+    seed: int = 0,
+    *,
+    rows: int = 2,
+    length: int = 13,
+    width: int = 8,
+    vocab_size: int = 67,
+    top_k: int = 5,
+    valid: float = 0.7,
+    short_counts: bool = True,
+    bias: bool = False,
+    soft_cap: float | None = None,
+    logit_scale: float | None = None,
+    **inputs: Any,
+) -> Case:
+    """`synthetic.loss_inputs` that fit nothing: holes in the mask, count < K, T of no chunk."""
+    hidden, weight, batch, *_ = loss_inputs(
+        rows,
+        length,
+        width=width,
+        vocab_size=vocab_size,
+        top_k=top_k,
+        valid=valid,
+        short_counts=short_counts,
+        seed=seed,
+        **inputs,
+    )
+    values = np.random.default_rng(seed).normal(size=len(weight)) if bias else None
+    head = Head(weight, None if values is None else np.float32(values))
+    return Case(
+        hidden,
+        replace(head, vocab_size=vocab_size, soft_cap=soft_cap, logit_scale=logit_scale),
+        batch,
     )
 
 
-def forward(implementation: str, data: dict[str, Any], **knobs: Any) -> LossSums:
+def with_targets(case: Case, **arrays: Any) -> Case:
+    """The case with other arrays in its targets."""
+    assert case.batch.targets is not None
+    arrays = {
+        name: np.asarray(x, getattr(case.batch.targets, name).dtype) for name, x in arrays.items()
+    }
+    return case._replace(batch=replace(case.batch, targets=replace(case.batch.targets, **arrays)))
+
+
+def on_device(case: Case, dtype: Any = jnp.float32) -> Case:
+    """hidden and weight in `dtype`, the rest as it is."""
+    hidden, head, batch = jax.tree.map(jnp.asarray, case)
+    return Case(hidden.astype(dtype), replace(head, weight=head.weight.astype(dtype)), batch)
+
+
+def chunks_of(positions: int, case: Case, implementation: str = "fused", **more: Any) -> Execution:
+    """An Execution whose chunks hold so many positions of each row."""
+    if implementation == "kl_and_grads":
+        implementation = "fused"
+    return Execution(implementation, chunk_size=positions * len(case.hidden), **more)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("implementation", "objective", "execution"),
+    compiler_options=FAST_COMPILE,
+)
+def sums_and_gradients(
+    hidden: jax.Array,
+    head: Head,
+    batch: Batch,
+    *,
+    implementation: str,
+    objective: Objective,
+    execution: Execution,
+) -> tuple[LossSums, dict[str, jax.Array]]:
+    if implementation == "kl_and_grads":
+        sums, d_hidden, d_weight = kl_and_grads(hidden, head, batch, objective, execution)
+        return sums, {"hidden": d_hidden, "weight": d_weight}
+
+    def value(hidden, head):
+        sums = loss(hidden, head, batch, objective, execution)
+        return sums.loss, sums
+
+    (_, sums), (d_hidden, d_head) = jax.value_and_grad(value, (0, 1), has_aux=True)(hidden, head)
+    gradients = {"hidden": d_hidden, "weight": d_head.weight, "bias": d_head.bias}
+    return sums, {name: x for name, x in gradients.items() if x is not None}
+
+
+def run(
+    implementation: str,
+    case: Case,
+    objective: Objective = Objective(),
+    *,
+    chunk: int = 4,
+    dtype: Any = jnp.float32,
+    **execution: Any,
+) -> tuple[Sums, Gradients]:
+    """Sums and gradients as float64_loss gives them, in chunks of so many positions."""
+    sums, gradients = sums_and_gradients(
+        *on_device(case, dtype),
+        implementation=implementation,
+        objective=objective,
+        execution=chunks_of(chunk, case, implementation, **execution),
+    )
+    return (
+        {name: float(value) for name, value in sums._asdict().items()},
+        {name: np.asarray(gradient, np.float64) for name, gradient in gradients.items()},
+    )
+
+
+def forward(
+    implementation: str,
+    case: Case,
+    objective: Objective = Objective(),
+    *,
+    chunk: int = 4,
+    dtype: Any = jnp.float32,
+) -> LossSums:
     """The sums alone."""
-    jitted = compiled(implementation, (), tuple({"chunk_size": 4, **knobs}.items()))
-    rest = {name: value for name, value in data.items() if name not in ("hidden", "lm_head")}
-    return jitted(data["hidden"], data["lm_head"], None, rest)[1]
+    function = jax.jit(loss, static_argnums=(3, 4), compiler_options=FAST_COMPILE)
+    execution = chunks_of(chunk, case, implementation)
+    return function(*on_device(case, dtype), objective, execution)
 
 
 def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
     """Of the whole array: ‖got − wanted‖ / ‖wanted‖."""
-    return float(np.linalg.norm(got - wanted)) / size(wanted)
+    return float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
 
 
-def size(wanted: np.ndarray) -> float:
-    """‖wanted‖, never 0."""
-    return max(float(np.linalg.norm(wanted)), 1e-30)
-
-
-def rounding(batch: Batch, wanted: dict[str, np.ndarray], **knobs: Any) -> dict[str, float]:
-    """How far each gradient moves, by norm, when every input and every logit moves by fp32's ε: a
-    gradient that is a small difference of large terms is known no better than that."""
+def rounding(
+    case: Case, objective: Objective, sums: Sums, gradients: Gradients
+) -> tuple[Sums, Sums]:
+    """How far each sum moves, and each gradient by norm, when every input and every logit moves by
+    fp32's ε: a small difference of large terms is known no better than that."""
     random = np.random.default_rng(0)
-    columns = len(batch.lm_head)
+    hidden, head, batch = case
+    targets = batch.targets
+    assert targets is not None
 
     def moved(values: np.ndarray) -> np.ndarray:
         return values * (1 + EPSILON * random.normal(size=values.shape))
 
-    furthest = dict.fromkeys(wanted, 0.0)
+    furthest_sums = dict.fromkeys(sums, 0.0)
+    furthest = dict.fromkeys(gradients, 0.0)
     for _ in range(4):
-        bias = np.zeros(columns) if batch.bias is None else moved(batch.bias)
-        _, gradients = float64_loss(
-            batch.replace(
-                hidden=moved(batch.hidden),
-                lm_head=moved(batch.lm_head),
-                teacher_logprobs=moved(batch.teacher_logprobs),
-                teacher_log_tail=moved(batch.teacher_log_tail),
-                bias=bias + EPSILON * random.normal(size=columns),
+        bias = np.zeros(len(head.weight)) if head.bias is None else moved(head.bias)
+        bias = bias + EPSILON * random.normal(size=bias.shape)
+        other, others = float64_loss(
+            moved(hidden),
+            replace(head, weight=moved(head.weight), bias=bias),
+            replace(
+                batch,
+                targets=replace(
+                    targets, logprobs=moved(targets.logprobs), log_tail=moved(targets.log_tail)
+                ),
             ),
-            **knobs,
+            objective,
         )
-        for name, gradient in gradients.items():
-            distance = float(np.linalg.norm(gradient - wanted[name]))
+        for name, value in other.items():
+            furthest_sums[name] = max(furthest_sums[name], abs(value - sums[name]))
+        for name, gradient in others.items():
+            distance = float(np.linalg.norm(gradient - gradients[name]))
             furthest[name] = max(furthest[name], distance)
-    return furthest
+    return furthest_sums, furthest
 
 
-def assert_agrees(
-    got: Any, wanted: Any, *, rtol: float = 2e-6, slack: dict[str, float] | None = None
-) -> None:
-    """Sums to fp32 rounding of their own size, gradients by norm, and `slack` times SLACK more."""
+class Expected(NamedTuple):
+    """float64's answer to a case, and how far fp32 may be from it."""
+
+    sums: Sums
+    gradients: Gradients
+    sum_slack: Sums
+    gradient_slack: Sums
+
+
+def expected(case: Case, objective: Objective = Objective()) -> Expected:
+    sums, gradients = float64_loss(*case, objective)
+    # A part of one token's loss is q·(log q − log p − KL) or the like, with numbers near KL, which
+    # is near 100 where LOG_FLOOR stands for a log p: fp32 holds none finer than ε of its size.
+    rtol = RTOL + EPSILON * abs(sums["kl"]) / max(sums["count"], 1.0)
+    moved_sums, moved = rounding(case, objective, sums, gradients)
+    return Expected(
+        sums,
+        gradients,
+        {
+            name: rtol * (abs(value) + sums["count"]) + SLACK * moved_sums[name]
+            for name, value in sums.items()
+        },
+        {
+            name: rtol * float(np.linalg.norm(gradient)) + SLACK * moved[name]
+            for name, gradient in gradients.items()
+        },
+    )
+
+
+def assert_agrees(got: tuple[Sums, Gradients], wanted: Expected) -> None:
+    """Sums and gradients (by norm) to fp32 rounding."""
     sums, gradients = got
-    assert {"loss", "count"} <= sums.keys() and {"hidden", "lm_head"} <= gradients.keys()
-    for name in sums.keys() & wanted[0].keys():
-        assert sums[name] == pytest.approx(wanted[0][name], rel=rtol, abs=2e-5), name
+    assert {"loss", "count"} <= sums.keys() and {"hidden", "weight"} <= gradients.keys()
+    for name in sums.keys() & wanted.sums.keys():
+        assert abs(sums[name] - wanted.sums[name]) <= wanted.sum_slack[name], name
     for name, gradient in gradients.items():
-        allowed = rtol + SLACK * (slack or {}).get(name, 0.0) / size(wanted[1][name])
-        assert relative_error(gradient, wanted[1][name]) < allowed, name
+        distance = np.linalg.norm(gradient - wanted.gradients[name])
+        assert distance <= wanted.gradient_slack[name], name
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Batch, dict[str, Any]]:
+def cases(draw: st.DrawFn) -> tuple[Case, Objective, dict[str, Any]]:
     """A batch that fits nothing: T no multiple of C, or shorter; any B, D, V and K ≤ V."""
-    chunk_size = draw(st.integers(2, 9))
-    positions = draw(st.integers(1, 14).filter(lambda t: t % chunk_size))
-    columns = draw(st.integers(3, 70))
-    k = draw(st.sampled_from([1, 2, 5, columns - 1, columns]).filter(lambda k: k <= columns))
-    shape = (draw(st.integers(1, 3)), positions, draw(st.integers(1, 9)), columns, k)
-    assume(shape != (1, 1, 1, 3, 1))  # hypothesis begins with the least of everything
-    temperature = draw(st.sampled_from([1.0, 2.0]))
-    padding = draw(st.integers(0, min(2, columns - k)))
-    batch = make_batch(
+    chunk = draw(st.integers(2, 9))
+    length = draw(st.integers(1, 14).filter(lambda t: t % chunk))
+    vocab_size = draw(st.integers(3, 70))
+    few = st.sampled_from([1, 2, 5, vocab_size - 1, vocab_size])
+    top_k = draw(few.filter(lambda k: k <= vocab_size))
+    rows, width = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    # hypothesis begins with the least of everything
+    assume((rows, length, width, vocab_size, top_k) != (1, 1, 1, 3, 1))
+    holes = draw(st.booleans())
+    case = make_case(
         draw(st.integers(0, 1000)),
-        shape=shape,
-        vocab_size=columns - padding,
-        temperature=temperature,
-        holes=draw(st.booleans()),
+        rows=rows,
+        length=length,
+        width=width,
+        vocab_size=vocab_size,
+        top_k=top_k,
+        padding=draw(st.integers(0, 2)),
+        temperature=draw(st.sampled_from([1.0, 2.0])),
+        valid=0.7 if holes else 1.0,
+        short_counts=holes,
     )
-    knobs = {"ce_weight": draw(st.sampled_from([0.0, 0.5])), "temperature": temperature}
-    order = {"valid_first": draw(st.booleans()), "chunk_size": chunk_size}
-    return batch, {**knobs, **order, "vocab_size": columns - padding, "jsd_beta": 0.3}
+    objective = Objective(ce_weight=draw(st.sampled_from([0.0, 0.5])), jsd_beta=0.3)
+    execution = {"valid_first": draw(st.booleans()), "chunk": chunk}
+    return case, objective, {**execution, "gradient_chunks": draw(st.integers(1, 3))}
 
 
 @pytest.mark.parametrize("draws", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -181,185 +282,125 @@ def test_every_objective_of_every_implementation_equals_float64(tail, divergence
     """Case 26: V of no block's size, T no multiple of C, a remainder shorter than C."""
 
     @seed(zlib.crc32(f"{tail} {divergence} {draws}".encode()))
-    # A failure is not made smaller: each try compiles five programs.
+    # A failure is not shrunk: each try compiles five programs.
     @settings(max_examples=draws, deadline=None, database=None, phases=(Phase.generate,))
-    @given(problems())
-    def holds(problem):
-        batch, knobs = problem
-        knobs = {**knobs, "tail": tail, "divergence": divergence}
-        wanted = float64_loss(batch, **knobs)
-        slack = rounding(batch, wanted[1], **knobs)
-        # Reverse KL's gradient is q·(log q − log p − KL): both of them near 100 at LOG_FLOOR, and
-        # fp32 holds neither finer than ε of its size.
-        rtol = 2e-6 + EPSILON * abs(wanted[0]["kl"]) / max(wanted[0]["count"], 1.0)
+    @given(cases())
+    def holds(drawn):
+        case, objective, execution = drawn
+        objective = replace(objective, tail=tail, divergence=divergence)
+        wanted = expected(case, objective)
         for implementation in EVERY:
-            assert_agrees(run(implementation, batch, **knobs), wanted, rtol=rtol, slack=slack)
+            assert_agrees(run(implementation, case, objective, **execution), wanted)
 
     holds()
 
 
 @pytest.mark.parametrize("implementation", EVERY)
-def test_every_implementation_applies_every_knob(implementation):
-    """Case 24: soft-cap, logit scale and bias are applied, not dropped; padding columns too."""
-    batch = make_batch(2, vocab_size=50, temperature=2.0)
-    batch = batch.replace(bias=np.random.default_rng(0).normal(size=67))
-    knobs = {**EVERYTHING, "tail": "renormalize", "divergence": "jsd", "vocab_size": 50}
-    wanted = float64_loss(batch, **knobs)
-    assert_agrees(run(implementation, batch, **knobs), wanted)
-    dropped = [(batch, {**knobs, name: None}) for name in ("soft_cap", "logit_scale", "vocab_size")]
-    for other in [*dropped, (batch.replace(bias=None), knobs)]:  # the oracle does notice
-        loss = float64_loss(other[0], **other[1])[0]["loss"]
-        assert abs(loss / wanted[0]["loss"] - 1) > 1e-3
+def test_every_implementation_applies_every_option(implementation):
+    """Case 24: soft-cap, logit scale and bias are applied, not dropped; padding rows too."""
+    case = make_case(
+        2, vocab_size=50, padding=17, temperature=2.0, bias=True, soft_cap=6.0, logit_scale=0.8
+    )
+    wanted = expected(case, EVERYTHING)
+    assert_agrees(run(implementation, case, EVERYTHING), wanted)
+    for name in ("soft_cap", "logit_scale", "vocab_size", "bias"):  # the oracle does notice
+        other = case._replace(head=replace(case.head, **{name: None}))
+        value = float64_loss(*other, EVERYTHING)[0]["loss"]
+        assert abs(value / wanted.sums["loss"] - 1) > 1e-3
 
 
-def test_remainder_is_counted_once_and_padding_columns_never():
-    """Case 26: sums over T = 13 in chunks of 5 are those of one chunk; columns ≥ 60 hold +50."""
-    batch = make_batch(4, vocab_size=60, holes=False)
-    lm_head = batch.lm_head.copy()
-    lm_head[60:] = 50.0 * np.sign(batch.hidden.mean(axis=(0, 1)))
-    batch = batch.replace(lm_head=lm_head)
-    wanted = float64_loss(batch, vocab_size=60)
-    for chunk_size in (5, 100):
-        assert_agrees(run("fused", batch, chunk_size=chunk_size, vocab_size=60), wanted)
+def test_remainder_is_counted_once_and_padding_rows_never():
+    """Case 26: sums over T = 13 in chunks of 5 are those of one chunk; rows ≥ 60 give +50."""
+    case = make_case(4, vocab_size=60, padding=7, valid=1.0, short_counts=False)
+    weight = case.head.weight.copy()
+    weight[60:] = 50.0 * np.sign(case.hidden.mean(axis=(0, 1)))
+    case = case._replace(head=replace(case.head, weight=weight))
+    wanted = expected(case)
+    for chunk in (5, 100):
+        assert_agrees(run("fused", case, chunk=chunk), wanted)
 
 
 def test_differently_padded_heads_cut_to_the_tokenizer():
-    """Case 1: tokenizer 300, teacher 320 wide, student 304: equals both cut to 300."""
-    batch = make_batch(5, shape=(2, 7, 8, 304, 9), vocab_size=300)
-    cut = batch.replace(lm_head=batch.lm_head[:300])
-    sums, gradients = run("fused", batch, vocab_size=300)
-    assert not gradients["lm_head"][300:].any()
-    gradients["lm_head"] = gradients["lm_head"][:300]
-    assert_agrees((sums, gradients), float64_loss(cut))
+    """Case 1: tokenizer 300, student 304 wide: equals the head cut to 300."""
+    case = make_case(5, vocab_size=300, padding=4, top_k=9)
+    cut = case._replace(head=replace(case.head, weight=case.head.weight[:300]))
+    sums, gradients = run("fused", case)
+    assert not gradients["weight"][300:].any()
+    gradients["weight"] = gradients["weight"][:300]
+    assert_agrees((sums, gradients), expected(cut))
 
 
-def test_columns_only_the_student_has_belong_to_the_tail():
+def test_tokens_that_only_the_student_has_belong_to_the_tail():
     """Case 2: teacher of 300 tokens, student of 320."""
-    batch = make_batch(6, shape=(2, 7, 8, 320, 9), teacher_vocab=300)
-    sums, gradients = run("fused", batch)
-    assert_agrees((sums, gradients), float64_loss(batch))
-    lower = run("fused", batch, vocab_size=300)[0]
-    assert sums["kl"] > lower["kl"]  # what the student puts on them is lost to the K
+    case = make_case(6, vocab_size=320, teacher_vocab_size=300, top_k=9)
+    sums, gradients = run("fused", case)
+    assert_agrees((sums, gradients), expected(case))
+    fewer = case._replace(
+        head=replace(case.head, vocab_size=300),
+        batch=replace(case.batch, labels=case.batch.labels % 300),
+    )
+    assert sums["kl"] > run("fused", fewer)[0]["kl"]  # what the student puts on them is lost
 
 
 @pytest.mark.parametrize("implementation", ["dense", "fused"])
-def test_teacher_ids_the_student_lacks_fold_into_the_tail(implementation):
+def test_teacher_ids_that_the_student_lacks_fold_into_the_tail(implementation):
     """Case 1, the other way round: K entries at and beyond the student's vocabulary."""
-    batch = make_batch(7, shape=(2, 7, 8, 40, 6), teacher_vocab=60)
-    assert np.any(batch.teacher_indices >= 40)
-    assert_agrees(run(implementation, batch), float64_loss(batch))
+    case = make_case(7, vocab_size=40, teacher_vocab_size=60, top_k=6)
+    assert np.any(case.batch.targets.indices >= 40)
+    assert_agrees(run(implementation, case), expected(case))
 
 
 @pytest.mark.parametrize("implementation", ["dense", "fused"])
 def test_ids_at_the_ends_of_the_vocabulary_are_ordinary(implementation):
-    """Case 6: 0 and V−1 are tokens; no sentinel lives in the range of ids."""
-    batch = make_batch(8, shape=(2, 6, 8, 33, 4))
-    indices = np.broadcast_to([0, 32, 5, 6], batch.teacher_indices.shape).copy()
-    labels = np.where(np.arange(6) % 2, 0, 32) * np.ones((2, 1), int)
-    batch = batch.replace(
-        teacher_indices=indices,
-        teacher_logprobs=np.nan_to_num(batch.teacher_logprobs, nan=-3.0),
-        labels=labels,
-    )
-    assert_agrees(run(implementation, batch, ce_weight=1.0), float64_loss(batch, ce_weight=1.0))
+    """Case 6: 0 and V−1 are tokens; no sentinel lies among the ids."""
+    case = make_case(8, length=6, vocab_size=33, top_k=4, short_counts=False)
+    case = with_targets(case, indices=np.broadcast_to([0, 32, 5, 6], (2, 6, 4)))
+    labels = np.broadcast_to(np.int32([32, 0, 32, 0, 32, 0]), (2, 6))
+    case = case._replace(batch=replace(case.batch, labels=labels))
+    objective = Objective(ce_weight=1.0)
+    assert_agrees(run(implementation, case, objective), expected(case, objective))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 4.0])
 def test_temperature_scales_value_and_gradient(temperature):
     """Case 22: at K = V the bucket is the whole KL at that τ; the gradient is its gradient."""
-    batch = make_batch(9, shape=(2, 6, 8, 23, 23), holes=False, temperature=temperature)
-    wanted = float64_loss(batch, temperature=temperature, tail="truncate")
-    got = run("fused", batch, temperature=temperature)
-    assert_agrees(got, wanted)
-    assert got[0]["loss"] == pytest.approx(temperature**2 * got[0]["kl"], rel=1e-6)
-
-
-def test_a_teacher_of_none_is_cross_entropy_alone():
-    batch = make_batch(10)
-    data = arrays(batch) | dict.fromkeys(
-        ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count")
+    case = make_case(
+        9, length=6, vocab_size=23, top_k=23, valid=1.0, short_counts=False, temperature=temperature
     )
-    wanted = float64_loss(batch, kl_weight=0.0, ce_weight=1.0)[0]["loss"]
+    got = run("fused", case)
+    assert_agrees(got, expected(case, Objective(tail="truncate")))
+    assert got[0]["loss"] == pytest.approx(temperature**2 * got[0]["kl"], rel=RTOL)
+
+
+def test_the_temperature_of_the_targets_is_the_one_that_scores():
+    """The same arrays that say τ = 2 are scored at τ = 2."""
+    case = make_case(11, temperature=1.0)
+    as_two = replace(case.batch, targets=replace(case.batch.targets, temperature=2.0))
+    other = case._replace(batch=as_two)
     for name in ("dense", "fused"):
-        sums = forward(name, data, kl_weight=0.0, ce_weight=1.0)
-        assert float(sums.loss) == pytest.approx(wanted, rel=1e-6)
+        assert_agrees(run(name, other), expected(other))
+    assert abs(run("fused", other)[0]["kl"] / run("fused", case)[0]["kl"] - 1) > 0.05
+
+
+def test_without_targets_the_loss_is_cross_entropy_alone():
+    case = make_case(10)
+    objective = Objective(kl_weight=0.0, ce_weight=1.0)
+    wanted = expected(case, objective)
+    case = case._replace(batch=replace(case.batch, targets=None))
+    for name in ("dense", "fused"):
+        sums = forward(name, case, objective)
+        assert abs(float(sums.loss) - wanted.sums["loss"]) <= wanted.sum_slack["loss"]
         assert np.isnan(sums.kl) and np.isnan(sums.student_mass)
 
 
-def test_top1_agreement_counts_strict_winners_only():
-    ids, logprobs, log_tail = top_k(np.log(np.array([[[0.1, 0.6, 0.2, 0.1]] * 3])), 2)
-    hidden = np.array([[[0.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]])
-    batch = make_batch(0, shape=(1, 3, 4, 4, 2), holes=False).replace(
-        hidden=hidden,
-        lm_head=np.eye(4),
-        teacher_indices=ids,
-        teacher_logprobs=logprobs,
-        teacher_log_tail=log_tail,
-    )
-    for name in ("dense", "fused"):
-        assert float(forward(name, arrays(batch)).top1_agreement) == 1.0
+def top1_case() -> Case:
+    """One position each where the student agrees, differs, ties."""
+    hidden = np.float32([[[0.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]])
+    targets = exact_targets(np.log(np.array([[[0.1, 0.6, 0.2, 0.1]] * 3])), top_k=2)
+    batch = Batch(labels=np.zeros((1, 3), np.int32), mask=np.ones((1, 3), bool), targets=targets)
+    return Case(hidden, Head(np.eye(4, dtype=np.float32)), batch)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "word"),
-    [
-        ({"tail": "buckets"}, "tail"),
-        ({"divergence": "kl"}, "divergence"),
-        ({"divergence": "jsd", "jsd_beta": 1.0}, "jsd_beta"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"vocab_size": 68}, "vocab_size"),
-        ({"teacher_count": None}, "teacher"),
-        ({"labels": jnp.zeros((2, 12), jnp.int32)}, "labels"),
-        ({"implementation": "fusedd"}, "implementation"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(knobs, word):
-    with pytest.raises(Refusal, match=word) as refusal:
-        IMPLEMENTATIONS["fused"](**arrays(make_batch()) | knobs)
-    assert "\n" not in str(refusal.value)
-
-
-def test_fused_is_the_default_here_and_in_the_configuration():
-    assert inspect.signature(losses.loss_sums).parameters["implementation"].default == "fused"
-    assert LossConfig().implementation == "fused"
-
-
-def test_check_reports_ids_out_of_range_and_duplicates(capsys):
-    batch = make_batch(12, holes=False)
-    indices, labels = batch.teacher_indices.copy(), batch.labels.copy()
-    indices[1, 4, 2] = indices[1, 4, 0]
-    labels[0, 3] = 67
-    indices[0, 7, 1], indices[1, 2, 4] = 67, -1
-    bad = batch.replace(teacher_indices=indices, labels=labels)
-    masked = np.ones(batch.mask.shape, bool)
-    masked[[1, 0, 0, 1], [4, 3, 7, 2]] = False
-
-    def reported(batch: Batch) -> str:
-        forward("fused", arrays(batch), check=True)
-        jax.effects_barrier()
-        return capsys.readouterr().err
-
-    lines = reported(bad).splitlines()
-    assert len(lines) == 3
-    for line, wanted, place in zip(
-        lines,
-        (
-            "1 labels out of range",
-            "2 rows of teacher ids out of range",
-            "1 rows of teacher ids wit",
-        ),
-        ("row 0, position 3", "row 0, position 7", "row 1, position 4"),
-        strict=True,
-    ):
-        assert wanted in line and "vocab_size 67" in line and line.endswith(place)
-    assert reported(batch) == reported(bad.replace(mask=masked)) == ""
-
-
-def test_the_example_of_the_package_runs():
-    example = losses.__doc__.split("\n\n", 2)[2].rsplit("\n\n", 1)[0]
-    names: dict[str, Any] = {}
-    exec(textwrap.dedent(example), names)
-    assert float(names["value"]) > 0
-    assert names["d_hidden"].shape == (2, 64, 32) and names["d_lm_head"].shape == (1000, 32)
-    assert not names["d_hidden"][1, 32:].any()
+@pytest.mark.parametrize("implementation", ["dense", "fused"])
+def test_top1_agreement_counts_strict_winners_only(implementation):
+    assert float(forward(implementation, top1_case()).top1_agreement) == 1.0

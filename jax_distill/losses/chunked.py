@@ -1,62 +1,67 @@
-"""The two loops that JAX differentiates: keep the logits of each chunk, or make them again."""
+"""`forward_chunked` and `fused_chunked`: two loops over chunks that JAX differentiates.
 
-from functools import partial
+Both are of arXiv 2608.03796. `forward_chunked` keeps what the backward needs of every chunk, the
+fp32 logits: [B,T,V] in all. `fused_chunked` keeps one chunk's and recomputes them in the backward,
+a fourth matmul: a `jax.checkpoint`-wrapped body of a `lax.scan`.
+
+Letters: B rows, T positions, C positions of each row in one chunk, D hidden, V vocabulary.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from jax_distill.losses.chunks import split_chunks, take_rows, valid_first_order
-from jax_distill.losses.logits import Head, project
-from jax_distill.losses.objectives import Objective, Targets, clean
-from jax_distill.losses.rule import chunk_terms
-from jax_distill.losses.sums import LossSums, add_sums, sum_terms, zero_sums
+from jax_distill.batch import Batch
+from jax_distill.losses.chunks import split_chunks, take_positions, valid_first_order
+from jax_distill.losses.gradient import values_of_chunk
+from jax_distill.losses.head import Head, project
+from jax_distill.losses.live import attach_head, detach_head
+from jax_distill.losses.values import add_sums, sum_values, zero_sums
+from jax_distill.objective import LossSums, Objective
 
 
 def chunked_sums(
     hidden: jax.Array,
-    lm_head: jax.Array,
-    bias: jax.Array | None,
-    targets: Targets,
-    *,
     head: Head,
+    batch: Batch,
     objective: Objective,
-    chunk_size: int,
+    *,
+    chunk: int,
     valid_first: bool,
     recompute: bool,
 ) -> LossSums:
-    """`lax.scan` over chunks of C positions, B whole; `recompute` wraps a chunk in checkpoint.
+    """`lax.scan` over chunks of C = `chunk` positions, B whole; `recompute`: under checkpoint.
 
-    Without it the scan stacks what the backward needs: the fp32 logits, [B,T,V] in all. The last
-    chunk is filled up with masked positions. `valid_first` sorts a copy of the inputs, and a chunk
-    with nothing valid is skipped.
+    The last chunk is filled up with masked positions. `valid_first` sorts a copy of the inputs, and
+    a chunk with nothing valid is skipped.
     """
-    # The head's gradient is summed over the chunks in fp32: see `project`.
-    wide = lm_head.astype(jnp.float32)
-    lm_head = jax.lax.stop_gradient(lm_head).astype(hidden.dtype)
+    # The weight's gradient is summed over the chunks in fp32: see `project`.
+    weight_fp32 = head.weight.astype(jnp.float32)
+    weight = jax.lax.stop_gradient(head.weight).astype(hidden.dtype)
 
-    def chunk(hidden, wide, targets):
-        columns = clean(targets, vocab_size=head.vocab_size)
-        z = head.finish(project(hidden, lm_head, wide, columns.mask), bias)
-        terms = chunk_terms(z, columns, head.vocab_size, objective)
-        return sum_terms(terms, columns.mask)
+    batch, teacher_head = detach_head(batch)
+
+    def chunk_sums(hidden, weight_fp32, batch):
+        z = head.transform(project(hidden, weight, weight_fp32, batch.mask))
+        values = values_of_chunk(z, attach_head(batch, teacher_head), head, objective)
+        return sum_values(values, batch.mask)
 
     if recompute:
-        chunk = jax.checkpoint(chunk, prevent_cse=False)
+        chunk_sums = jax.checkpoint(chunk_sums, prevent_cse=False)
 
     def skip(*_):
         return zero_sums()
 
     def step(sums, inputs):
-        hidden, targets = inputs
+        hidden, batch = inputs
         if not valid_first:
-            return add_sums(sums, chunk(hidden, wide, targets)), None
-        some = jnp.any(targets.mask)
-        return add_sums(sums, jax.lax.cond(some, chunk, skip, hidden, wide, targets)), None
+            return add_sums(sums, chunk_sums(hidden, weight_fp32, batch)), None
+        some = jnp.any(batch.mask)
+        new = jax.lax.cond(some, chunk_sums, skip, hidden, weight_fp32, batch)
+        return add_sums(sums, new), None
 
-    inputs = (hidden, targets)
+    inputs = (hidden, batch)
     if valid_first:
-        order = valid_first_order(targets.mask)
-        inputs = jax.tree.map(lambda x: take_rows(x, order), inputs)
-    split = partial(split_chunks, chunk_size=min(chunk_size, hidden.shape[1]))
-    chunks = jax.tree.map(split, inputs)
+        order = valid_first_order(batch.mask)
+        inputs = jax.tree.map(lambda x: take_positions(x, order), inputs)
+    chunks = jax.tree.map(lambda x: split_chunks(x, chunk), inputs)
     return jax.lax.scan(step, zero_sums(), chunks)[0]

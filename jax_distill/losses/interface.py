@@ -1,230 +1,162 @@
-"""The one signature, checked, and the implementations behind it."""
+"""The public functions: what does not fit together is refused, then one implementation runs.
 
-from functools import partial
-from typing import Any, NamedTuple
+Letters: B rows, T positions, D hidden, V vocabulary, K stored tokens.
+"""
+
+from dataclasses import replace
 
 import jax
 
-from jax_distill.config import Refusal
-from jax_distill.losses.carry import Wanted
-from jax_distill.losses.check import report
+from jax_distill.batch import Batch, check_loss_inputs
+from jax_distill.losses import pytrees as _pytrees  # noqa: F401  (registers Batch and TopK)
 from jax_distill.losses.chunked import chunked_sums
-from jax_distill.losses.definition import dense_terms
-from jax_distill.losses.fused_loop import fused_sums, run_chunks
+from jax_distill.losses.chunks import Cut, map_chunks
+from jax_distill.losses.dense import dense_values
+from jax_distill.losses.fused import GradientRequest, fused_sums, run_fused
+from jax_distill.losses.gradient import values_of_chunk
+from jax_distill.losses.head import Head, head_matmul, zero_masked
 from jax_distill.losses.layout import Layout
-from jax_distill.losses.logits import Head
-from jax_distill.losses.objectives import Objective, Targets, Teacher
-from jax_distill.losses.sums import LossSums, sum_terms
-
-NAMES = ("dense", "forward_chunked", "fused_chunked", "fused")
-TEACHER = ("teacher_indices", "teacher_logprobs", "teacher_log_tail", "teacher_count")
+from jax_distill.losses.live import attach_head, detach_head
+from jax_distill.losses.values import sum_values
+from jax_distill.objective import Execution, LossSums, Objective, TokenValues
 
 
 @jax.named_scope("loss")  # profiles and plans find its buffers by this name
-def loss_sums(
+def loss(
     hidden: jax.Array,
-    lm_head: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array,
-    teacher_indices: jax.Array | None,
-    teacher_logprobs: jax.Array | None,
-    teacher_log_tail: jax.Array | None,
-    teacher_count: jax.Array | None,
-    *,
-    implementation: str = "fused",
-    vocab_size: int | None = None,
-    tail: str = "bucket",
-    divergence: str = "forward_kl",
-    jsd_beta: float = 0.5,
-    temperature: float = 1.0,
-    kl_weight: float = 1.0,
-    ce_weight: float = 0.0,
-    z_loss_weight: float = 0.0,
-    chunk_size: int = 1024,
-    bias: jax.Array | None = None,
-    soft_cap: float | None = None,
-    logit_scale: float | None = None,
-    valid_first: bool = False,
-    layout: Layout | None = None,
-    check: bool = False,
+    head: Head,
+    batch: Batch,
+    objective: Objective = Objective(),
+    execution: Execution = Execution(),
 ) -> LossSums:
-    """Sums over valid tokens; nats. `IMPLEMENTATIONS[name]` is this with the name filled in.
+    """Sums of the loss and of its metrics over the valid tokens of a batch, in nats.
 
-    Four implementations of one value and gradient: `dense` (the definition, [B,T,V] at once),
-    `forward_chunked` (keeps the logits of every chunk), `fused_chunked` (makes them again: the
-    paper's) and `fused` (makes the gradients beside the loss: three products, one chunk).
+    Per token kl_weight·τ²·divergence + ce_weight·cross-entropy + z_loss_weight·lse(z)², where
+    z = head(hidden) and q = softmax(z/τ). The divergence is, unless `objective` says otherwise,
+
+        Σ_K p_k log(p_k/q_k) + p_t log(p_t/q_t),     p_t = exp(log_tail),     q_t = 1 − Σ_K q_k
+
+    over the K stored ids and the rest; `Objective` has the others. `sums.loss / sums.count` is the
+    mean to train on: count is that of the whole optimizer step, whatever the micro-batches.
 
     Args:
-        hidden: [B,T,D]; its dtype is that of the products' operands. Accumulation is fp32.
-        lm_head: [V,D], HF's layout; where it is wider than hidden, its gradient stays as wide.
-        labels: [B,T] int32, the token that position t predicts.
-        mask: [B,T] bool. What stands in a masked cell (NaN, ids out of range) is never used.
-        teacher_indices: [B,T,K] int32, unique within a row. Duplicates are for the store to merge;
-            here the student's probability of such a column would be counted twice.
-        teacher_logprobs: [B,T,K], log p_k at `temperature`, over the teacher's whole vocabulary.
-        teacher_log_tail: [B,T], log of the probability outside the K.
-        teacher_count: [B,T], how many of the K are real. All four None with kl_weight 0.
-        vocab_size: columns at and beyond it are padding; None: V. Teacher ids below 0 or at and
-            beyond it fold into the tail; such a label has probability 0 and an infinite
-            cross-entropy.
-        tail, divergence, jsd_beta, temperature, kl_weight, ce_weight, z_loss_weight: `Objective`.
-        chunk_size: C positions of each row per chunk; a chunk's logits are [B,C,V].
-        bias: [V], of the head. soft_cap, logit_scale: `Head`.
-        valid_first: sort each row's valid positions to the front and skip the empty chunks; pays
-            where much is masked (chat data). Changes no result.
-        layout: split over a mesh by hand, `fused` only; None leaves the split to the compiler.
-        check: print one line to stderr for ids out of range and duplicates.
+        hidden: [B,T,D], the model's output after its final norm, fp32 or bf16. The matmuls have
+            operands of this dtype and accumulate in fp32; its gradient has this dtype.
+        head: weight [V,D], and perhaps bias, soft-cap, scale and padding. The weight's gradient
+            has the weight's dtype and is accumulated in fp32 over the chunks; a head that is not
+            differentiated costs none.
+        batch: labels and mask [B,T]; targets, which carry their temperature τ, or None beside
+            kl_weight 0; or a live teacher in their stead, whose divergence is over the whole
+            vocabulary. A masked cell may hold anything, NaN too: it adds exactly 0 to value and
+            gradients. Teacher ids that the head lacks fold into the tail; such a label has an
+            infinite cross-entropy.
+        objective: what is computed. Default: forward KL with the tail as one outcome (bucket).
+        execution: how. Changes no result beyond rounding.
+
+    Returns:
+        fp32 scalars; `loss` is differentiable, the metrics beside it are not.
 
     Raises:
-        Refusal: a name or number that means nothing, shapes that do not fit.
+        ValueError: shapes that do not fit, a divergence without targets, a layout with an
+            implementation that has none.
     """
-    if implementation not in NAMES:
-        raise Refusal(f"expected implementation in {NAMES}, got {implementation!r}; choose one")
-    if layout is not None and implementation != "fused":
-        raise Refusal(
-            f"expected layout=None with {implementation}, got {layout}; jit splits it by itself"
+    head, batch = _checked(hidden, head, batch, objective)
+    layout = _layout(execution)
+    if layout is not None and batch.teacher is not None:
+        raise ValueError(
+            "expected no layout with a live teacher, got one; the compiler splits that loss"
         )
-    head, objective, targets = read_problem(
-        hidden,
-        lm_head,
-        labels,
-        mask,
-        teacher_indices,
-        teacher_logprobs,
-        teacher_log_tail,
-        teacher_count,
-        bias=bias,
-        chunk_size=chunk_size,
-        vocab_size=vocab_size,
-        soft_cap=soft_cap,
-        logit_scale=logit_scale,
-        check=check,
-        tail=tail,
-        divergence=divergence,
-        jsd_beta=jsd_beta,
-        temperature=temperature,
-        kl_weight=kl_weight,
-        ce_weight=ce_weight,
-        z_loss_weight=z_loss_weight,
-    )
-    if implementation == "dense":
-        terms = dense_terms(hidden, lm_head, bias, targets, head=head, objective=objective)
-        return sum_terms(terms, targets.mask)
-    if implementation == "fused":
-        return fused_sums(
-            hidden, lm_head, bias, targets, head, objective, chunk_size, valid_first, layout
+    if layout is not None and execution.implementation != "fused":
+        raise ValueError(
+            f"expected no layout with implementation {execution.implementation}, got one; "
+            "use implementation fused"
         )
+    if execution.implementation == "dense":
+        return sum_values(dense_values(hidden, head, batch, objective), batch.mask)
+    chunk = execution.positions_per_chunk(*batch.mask.shape)
+    if execution.implementation == "fused":
+        return fused_sums(hidden, head, batch, objective, _cut(execution, batch), layout)
     return chunked_sums(
         hidden,
-        lm_head,
-        bias,
-        targets,
-        head=head,
-        objective=objective,
-        chunk_size=chunk_size,
-        valid_first=valid_first,
-        recompute=implementation == "fused_chunked",
+        head,
+        batch,
+        objective,
+        chunk=chunk,
+        valid_first=execution.valid_first,
+        recompute=execution.implementation == "fused_chunked",
     )
-
-
-IMPLEMENTATIONS = {name: partial(loss_sums, implementation=name) for name in NAMES}
-dense, forward_chunked, fused_chunked, fused = IMPLEMENTATIONS.values()
 
 
 @jax.named_scope("loss")
 def kl_and_grads(
     hidden: jax.Array,
-    lm_head: jax.Array,
-    *targets: Any,
-    bias: jax.Array | None = None,
-    chunk_size: int = 1024,
-    valid_first: bool = False,
-    **knobs: Any,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
-    """The core of `fused` on its own: (loss sum, count), d_hidden, d_lm_head.
+    head: Head,
+    batch: Batch,
+    objective: Objective = Objective(),
+    execution: Execution = Execution(),
+) -> tuple[LossSums, jax.Array, jax.Array]:
+    """The core of `fused` on its own: the sums, d_hidden and d_weight without a backward pass.
 
-    Arguments as `loss_sums` has them, by position or name, but `implementation` and `layout`.
-    d_hidden [B,T,D] has hidden's dtype and, where the caller donates hidden, its memory; d_lm_head
-    [V,D] is fp32. Both are gradients of the loss SUM; a bias is taken as constant.
+    Arguments and errors as `loss` has them; whatever execution.implementation is, this is `fused`.
+
+    Returns:
+        The sums; d_hidden [B,T,D] in hidden's dtype and, where the caller donates hidden, in its
+        memory; d_weight fp32 [V,D]. Both are gradients of the loss SUM; a bias is a constant.
     """
-    problem = read_problem(hidden, lm_head, *targets, bias=bias, chunk_size=chunk_size, **knobs)
-    end = run_chunks(
+    head, batch = _checked(hidden, head, batch, objective)
+    end = run_fused(
         hidden,
-        lm_head,
-        bias,
-        problem.targets,
-        head=problem.head,
-        objective=problem.objective,
-        chunk_size=chunk_size,
-        valid_first=valid_first,
-        wanted=Wanted(hidden=True, lm_head=True, bias=False),
+        head,
+        batch,
+        GradientRequest(hidden=True, weight=True, bias=False),
+        objective,
+        _cut(execution, batch),
+        _layout(execution),
     )
-    assert end.d_lm_head is not None  # it was wanted
-    return (end.sums.loss, end.sums.count), end.rows, end.d_lm_head
+    assert end.d_weight is not None  # it was requested
+    return end.sums, end.hidden, end.d_weight
 
 
-class Problem(NamedTuple):
-    """A call's arguments, checked."""
-
-    head: Head
-    objective: Objective
-    targets: Targets
-
-
-def read_problem(
+@jax.named_scope("loss")
+def token_values(
     hidden: jax.Array,
-    lm_head: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array,
-    teacher_indices: jax.Array | None,
-    teacher_logprobs: jax.Array | None,
-    teacher_log_tail: jax.Array | None,
-    teacher_count: jax.Array | None,
-    *,
-    bias: jax.Array | None,
-    chunk_size: int,
-    vocab_size: int | None = None,
-    soft_cap: float | None = None,
-    logit_scale: float | None = None,
-    check: bool = False,
-    **objective: Any,
-) -> Problem:
-    """Refuse what does not fit together, before anything is compiled. objective: `Objective`'s."""
-    goal = Objective(**objective)
-    teacher: Any = (teacher_indices, teacher_logprobs, teacher_log_tail, teacher_count)
-    if hidden.ndim != 3 or lm_head.ndim != 2:
-        raise Refusal(
-            f"expected hidden [B,T,D] and lm_head [V,D], got {hidden.shape} and {lm_head.shape}; "
-            "give one row as hidden[None]"
-        )
-    (rows, positions, width), columns = hidden.shape, lm_head.shape[0]
-    vocab_size = columns if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= columns:
-        raise Refusal(
-            f"expected 0 < vocab_size ≤ {columns} (the head's rows), got {vocab_size}; "
-            "pass the tokenizer's length"
-        )
-    if chunk_size < 1:
-        raise Refusal(f"expected chunk_size ≥ 1, got {chunk_size}; 1024 is a good start")
-    missing = sum(value is None for value in teacher)
-    if missing and (goal.kl_weight or missing < len(teacher)):
-        raise Refusal(
-            f"expected four teacher_* arrays, got {len(teacher) - missing}; "
-            "pass them all, or None for each with kl_weight=0"
-        )
-    shapes: dict[str, tuple[int, ...]] = {"lm_head": (columns, width), "bias": (columns,)}
-    shapes |= dict.fromkeys(("labels", "mask", *TEACHER), (rows, positions))
-    if not missing:
-        stored = (rows, positions, teacher[0].shape[-1])
-        shapes |= {"teacher_indices": stored, "teacher_logprobs": stored}
-    named = {"lm_head": lm_head, "bias": bias, "labels": labels, "mask": mask}
-    for name, value in (named | dict(zip(TEACHER, teacher, strict=True))).items():
-        if value is not None and value.shape != shapes[name]:
-            raise Refusal(
-                f"expected {name} of shape {shapes[name]} beside hidden {hidden.shape}, "
-                f"got {value.shape}; pass arrays of one batch"
-            )
-    targets = Targets(labels, mask.astype(bool), None if missing else Teacher(*teacher))
-    if check:
-        report(targets, vocab_size=vocab_size)
-    return Problem(Head(vocab_size, soft_cap, logit_scale), goal, targets)
+    head: Head,
+    batch: Batch,
+    objective: Objective = Objective(),
+    execution: Execution = Execution(),
+) -> TokenValues:
+    """Every token's loss and metrics, fp32 [B,T], 0 where masked; `loss` returns their sums.
+
+    Arguments and errors as `loss` has them. Logits are computed chunk by chunk, whatever
+    execution.implementation is. `loss` is differentiable, at the memory of `forward_chunked`.
+    """
+    head, batch = _checked(hidden, head, batch, objective)
+
+    def values(chunk: tuple[jax.Array, Batch]) -> TokenValues:
+        hidden, batch = chunk
+        z = head.transform(head_matmul(zero_masked(hidden, batch.mask), head.weight))
+        return values_of_chunk(z, attach_head(batch, teacher_head), head, objective)
+
+    batch, teacher_head = detach_head(batch)
+    return map_chunks(values, (hidden, batch), execution.positions_per_chunk(*batch.mask.shape))
+
+
+def _cut(execution: Execution, batch: Batch) -> Cut:
+    size = execution.positions_per_chunk(*batch.mask.shape)
+    return Cut(size, execution.gradient_chunks, execution.valid_first)
+
+
+def _layout(execution: Execution) -> Layout | None:
+    if not (execution.layout is None or isinstance(execution.layout, Layout)):
+        raise ValueError(f"expected layout to be a Layout, got {execution.layout!r}; pass one")
+    return execution.layout
+
+
+def _checked(
+    hidden: jax.Array, head: Head, batch: Batch, objective: Objective
+) -> tuple[Head, Batch]:
+    """The head with its vocab_size, the batch with nothing but what a loss reads; or ValueError."""
+    check_loss_inputs(hidden, head, batch, objective)
+    mask = batch.mask.astype(bool)
+    read = Batch(batch.labels, mask, batch.targets, teacher=batch.teacher)
+    return replace(head, vocab_size=head.real_vocab_size), read

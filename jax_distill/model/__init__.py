@@ -1,18 +1,25 @@
-"""One decoder-only transformer for the Llama family.
+"""One decoder-only transformer for all families, and what it counts: parameters and FLOPs."""
 
-Alphabet of all shapes here: B rows, T positions, D hidden, V vocabulary; H query heads, G key/value
-heads, Q head width, F MLP width, L layers.
-"""
-
-from jax_distill.model.attention import ATTENTION_IMPLEMENTATIONS, Implementation
-from jax_distill.model.configuration import ModelConfig, RopeConfig
-from jax_distill.model.decoder import REMAT, Decoder
+from jax_distill.attention import ATTENTION_IMPLEMENTATIONS, Implementation
+from jax_distill.model.configuration import LAYER_TYPES, ModelConfig, RopeConfig
+from jax_distill.model.decoder import REMAT, Decoder, Output
+from jax_distill.model.experts import ExpertsImplementation, RouterLoad
+from jax_distill.model.layers import Aux
+from jax_distill.model.size import abstract_parameters, count_parameters, train_flops_per_token
 
 __all__ = [
     "ATTENTION_IMPLEMENTATIONS",
+    "LAYER_TYPES",
     "REMAT",
+    "Aux",
     "Decoder",
+    "ExpertsImplementation",
     "Implementation",
     "ModelConfig",
+    "Output",
     "RopeConfig",
+    "RouterLoad",
+    "abstract_parameters",
+    "count_parameters",
+    "train_flops_per_token",
 ]

@@ -1,4 +1,7 @@
-"""Rotary position embeddings: every rope type of HF's Llama but longrope, which is refused."""
+"""Rotary position embeddings: every rope type of HF's Llama but longrope, which is refused.
+
+Letters: B rows, T positions, H heads, Q head dim.
+"""
 
 import math
 
@@ -6,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_distill.config import Refusal
+from jax_distill.base.errors import UserError
 from jax_distill.model.configuration import RopeConfig
 
 
@@ -29,9 +32,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return _yarn_frequencies(rope, wave, head_dim)
     if rope.rope_type == "llama3":
         return _llama3_frequencies(rope, frequencies)
-    raise Refusal(
+    raise UserError(
         f"expected rope_type default, linear, dynamic, yarn or llama3, got {rope.rope_type!r}; "
-        "do use a model with one of these"
+        "use a model with one of these"
     )
 
 

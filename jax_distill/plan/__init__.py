@@ -1,7 +1,7 @@
 """Will it fit, and what will it do: the real step, compiled for a device that need not be here.
 
 `python -m jax_distill.plan --config X.yaml --device h200 [--devices 8] [--step train|teacher]`
-compiles from shapes alone: no weight, text, store or GPU is needed. `planning.py` says what each
+compiles from shapes alone: no weight, text, cache or GPU is needed. `planning.py` says what each
 number is.
 """
 

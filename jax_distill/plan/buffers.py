@@ -23,14 +23,12 @@ RANGE = re.compile(r"    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 class Value(NamedTuple):
     """One value in the temporary memory.
 
-    name: of the instruction that makes it; element: its place in a tuple (`{}` for none).
-    start, size: bytes, from the beginning of the allocations in their order.
-    first, last: the instructions between which it lives, as places in the schedule.
-    shape: HLO text, `f32[28,8192,3072]{2,1,0}`.
+    name: of the instruction that makes it. start, size: bytes, from the beginning of the
+    allocations in their order. first, last: the instructions between which it lives, by their
+    numbers in the schedule. shape: HLO text, `f32[28,8192,3072]{2,1,0}`.
     """
 
     name: str
-    element: str
     start: int
     size: int
     first: int
@@ -39,11 +37,8 @@ class Value(NamedTuple):
 
 
 class Temporaries(NamedTuple):
-    """The temporary memory of a program.
-
-    values: what lies there; values that share their place are one buffer used in place.
-    schedule: the instructions' names in the order they run, loop bodies inside their loops.
-    """
+    """values: what lies there; values at the same bytes are one buffer used in place.
+    schedule: the instructions' names in the order they run, loop bodies inside their loops."""
 
     values: list[Value]
     schedule: list[str]
@@ -51,12 +46,15 @@ class Temporaries(NamedTuple):
 
 def read_temporaries(folder: Path) -> Temporaries | None:
     """What XLA wrote into `folder` while it compiled one program; None where it wrote none of it,
-    or in words that are not these."""
+    or in a format other than this."""
     assigned = sorted(folder.glob("*buffer-assignment.txt"))
     lived = sorted(folder.glob("*live-range.txt"))
     if len(assigned) != 1 or len(lived) != 1:
         return None
-    schedule, ranges = _read_ranges(lived[0].read_text("utf-8"))
+    text = lived[0].read_text("utf-8").splitlines()
+    schedule = [match[2] for line in text if (match := STEP.match(line))]
+    found = (match for line in text if (match := RANGE.match(line)))
+    ranges = {match[1] + match[2]: (int(match[3]), int(match[4])) for match in found}
     values: list[Value] = []
     base, size, inside = 0, 0, False
     for line in assigned[0].read_text("utf-8").splitlines():
@@ -65,30 +63,20 @@ def read_temporaries(folder: Path) -> Temporaries | None:
             inside = "preallocated-temp" in match[3]
             size = int(match[2]) if inside else 0
         elif inside and (match := VALUE.match(line)):
-            name, element = match["name"], match["element"] or "{}"
-            if name + element not in ranges:
+            lifetime = ranges.get(match["name"] + (match["element"] or "{}"))
+            if lifetime is None:
                 return None
-            first, last = ranges[name + element]
-            start, length = base + int(match["offset"]), int(match["size"])
-            values.append(Value(name, element, start, length, first, last, match["shape"]))
+            start = base + int(match["offset"])
+            values.append(
+                Value(match["name"], start, int(match["size"]), *lifetime, match["shape"])
+            )
     return Temporaries(values, schedule) if schedule else None
-
-
-def _read_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    schedule: list[str] = []
-    ranges: dict[str, tuple[int, int]] = {}
-    for line in text.splitlines():
-        if match := STEP.match(line):
-            schedule.append(match[2])
-        elif match := RANGE.match(line):
-            ranges[match[1] + match[2]] = (int(match[3]), int(match[4]))
-    return schedule, ranges
 
 
 def live_bytes(
     temporaries: Temporaries, kinds: list[str], order: tuple[str, ...]
 ) -> dict[str, np.ndarray]:
-    """kind → bytes [S] that values of that kind hold at each of the S places of the schedule.
+    """kind → bytes [S] that values of that kind hold at each of the schedule's S instructions.
 
     A byte is counted once: where values share it, for the kind that stands first in `order`.
     kinds: of each value.

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_distill.config import FIGURES, CommandLine, Config, Refusal, check_new_file
+from jax_distill.base.command import CommandLine
+from jax_distill.base.console import say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import FIGURES, check_new_file
+from jax_distill.config import Config, read_grid
 from jax_distill.devices import GPUS
 from jax_distill.plan import search, show
 from jax_distill.plan.planning import Plan, make_plan
-from jax_distill.plan.search import Rows
+from jax_distill.plan.search import Outcome, Request, Rows
 from jax_distill.plan.suggest import suggest
 from jax_distill.plan.target import RESERVE, find_target
-from jax_distill.run import say
 
 
 def main(config: Config, *, device: str = "h200", devices: int = 1, step: str = "train") -> Plan:
@@ -39,20 +42,18 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--json", type=Path, help="write the plan here")
     parser.add_argument("--plot", type=Path, help=f"draw it here ({', '.join(FIGURES)})")
-    parser.add_argument("--suggest", action="store_true", help="what would make it fit")
-    parser.add_argument("--sweep", nargs="+", metavar="KEY=A,B", help="plan every combination")
-    parser.add_argument("--longest", action="store_true", help="the longest row that fits")
+    search = parser.add_mutually_exclusive_group()
+    search.add_argument("--suggest", action="store_true", help="which changes would make it fit")
+    search.add_argument("--sweep", nargs="+", metavar="KEY=A,B", help="plan every combination")
+    search.add_argument("--longest", action="store_true", help="the longest row that fits")
     parser.add_argument(
         "--granularity", type=int, default=1024, help="of --longest, tokens (%(default)s)"
     )
     options, rest = parser.parse_known_args(argv)
-    searches = [options.suggest, bool(options.sweep), options.longest]
-    if sum(searches) > 1:
-        raise Refusal("expected one of --suggest, --sweep and --longest, got several; ask in turn")
     if not 0 <= options.margin < 1:
-        raise Refusal(f"expected --margin in [0, 1), a share, got {options.margin}")
+        raise UserError(f"expected --margin in [0, 1), a share, got {options.margin}")
     if options.granularity < 1:
-        raise Refusal(f"expected --granularity of 1 token at least, got {options.granularity}")
+        raise UserError(f"expected --granularity of at least 1 token, got {options.granularity}")
     check_new_file(options.json, "--json")
     check_new_file(options.plot, "--plot", FIGURES)
     return options, rest
@@ -61,7 +62,7 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def command(argv: Sequence[str]) -> int:
     """0: it fits (a sweep: it was made); 1: it does not."""
     options, rest = read_options(argv)
-    question = search.Question(
+    request = Request(
         arguments=tuple(rest),
         device=options.device,
         devices=options.devices,
@@ -70,82 +71,49 @@ def command(argv: Sequence[str]) -> int:
         fraction=options.memory_fraction,
     )
     if options.sweep:
-        return _sweep(question, options)
-    if options.longest:
-        return _longest(question, options)
-    return _one(question, options)
-
-
-def _one(question: search.Question, options: argparse.Namespace) -> int:
-    target = question.target()
-    plan = question.plan()
-    show.print_plan(plan, target)
-    written = dataclasses.asdict(plan)
-    if options.suggest:
-        written["suggestions"] = _suggest(question, plan)
-    _write(options.json, written)
-    if options.plot:
-        show.draw_plan(plan, options.plot)
+        rows, code = search.sweep(request, read_grid(options.sweep)), 0
+        title = f"{request.step} step on {request.devices} × {request.target().name}, planned"
+        show.print_rows(rows, title)
+        written: Any = _as_list(rows)
+    elif options.longest:
+        length, rows = search.longest(request, granularity=options.granularity)
+        show.print_rows(sorted(rows, key=lambda row: row[0]["data.sequence_length"]), "by length")
+        to = f"(to {options.granularity:,})"
+        found = f"the longest row that fits: {length:,} tokens {to}"
+        say(found if length else "no row fits; --suggest says what would help")
+        written, code = {"longest": length, "plans": _as_list(rows)}, 0 if length else 1
+    else:
+        plan = request.plan()
+        show.print_plan(plan, request.target())
+        rows, code = [({"step": plan.step}, plan)], 0 if plan.fits else 1
+        written = dataclasses.asdict(plan)
+        if options.suggest:
+            written["suggestions"] = _suggest(request, plan)
+    if options.json:
+        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        say(f"wrote {options.json}")
+    plans = [(values, of) for values, of in rows if isinstance(of, Plan)]
+    if options.plot and plans:
+        show.draw(plans, options.plot)
         say(f"wrote {options.plot}")
-    return 0 if plan.fits else 1
+    return code
 
 
-def _suggest(question: search.Question, plan: Plan) -> list[dict[str, Any]]:
+def _suggest(request: Request, plan: Plan) -> list[dict[str, Any]]:
     if plan.fits:
         say("it fits as it is: nothing to suggest")
         return []
-    found = suggest(question, question.config(), question.target(), plan)
-    rows: Rows = [({"change": knob.command, "cost": knob.cost}, of) for knob, of in found]
-    show.print_rows(rows, "what would help, tried; the best first", parts=False)
-    return [
-        {
-            "change": knob.command,
-            "cost": knob.cost,
-            "plan": dataclasses.asdict(of) if isinstance(of, Plan) else None,
-            "reason": of if isinstance(of, str) else None,
-        }
-        for knob, of in found
-    ]
+    found = suggest(request, plan)
+    rows: Rows = [({"change": change.command, "cost": change.cost}, of) for change, of in found]
+    show.print_rows(rows, "changes that save memory, planned, the best first", parts=False)
+    return [{**values, "plan": None, "reason": None, **_as_dict(of, "plan")} for values, of in rows]
 
 
-def _sweep(question: search.Question, options: argparse.Namespace) -> int:
-    rows = search.sweep(question, search.read_grid(options.sweep))
-    target = question.target()
-    show.print_rows(rows, f"{question.step} step on {question.devices} × {target.name}, planned")
-    _write(options.json, _as_list(rows))
-    _draw(rows, options.plot)
-    return 0
-
-
-def _longest(question: search.Question, options: argparse.Namespace) -> int:
-    config = question.config()
-    length, rows = search.longest(question, config, granularity=options.granularity)
-    show.print_rows(sorted(rows, key=lambda row: row[0]["data.sequence_length"]), "tried")
-    say(
-        f"the longest row that fits: {length:,} tokens (to {options.granularity:,})"
-        if length
-        else "no row fits; --suggest says what would help"
-    )
-    _write(options.json, {"longest": length, "tried": _as_list(rows)})
-    _draw(rows, options.plot)
-    return 0 if length else 1
+def _as_dict(of: Outcome, name: str = "") -> dict[str, Any]:
+    if isinstance(of, str):
+        return {"reason": of}
+    return {name: dataclasses.asdict(of)} if name else dataclasses.asdict(of)
 
 
 def _as_list(rows: Rows) -> list[dict[str, Any]]:
-    return [
-        {"at": values, **(dataclasses.asdict(of) if isinstance(of, Plan) else {"reason": of})}
-        for values, of in rows
-    ]
-
-
-def _draw(rows: Rows, path: Path | None) -> None:
-    plans = [(values, of) for values, of in rows if isinstance(of, Plan)]
-    if path and plans:
-        show.draw_rows(plans, path)
-        say(f"wrote {path}")
-
-
-def _write(path: Path | None, content: Any) -> None:
-    if path:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        say(f"wrote {path}")
+    return [{"at": values, **_as_dict(of)} for values, of in rows]

@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program: what it multiplies and what travels between devices.
+"""XLA's text of a compiled program: its matmuls' FLOPs and its collectives' bytes.
 
 A loop's body is written once; what it does is counted as often as the loop turns
 (`known_trip_count`; once where XLA does not know it).
@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
+
+from jax_distill.attention import backward_workspace
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4}
 BYTES |= {"u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
@@ -31,6 +33,7 @@ CALLEE = re.compile(
 )
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:s|ensions)"?[=:]\s*[\[{]([\d,"\s]*)[\]}]')
+ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
 SQUARE = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]')
 
 
@@ -46,10 +49,8 @@ class Instruction(NamedTuple):
 
     @property
     def callees(self) -> list[str]:
-        names: list[str] = []
-        for group in CALLEE.findall(self.rest):
-            names += [name.strip(" %") for name in group.strip("{}").split(",")]
-        return [name for name in names if name]
+        groups = (group.strip("{}").split(",") for group in CALLEE.findall(self.rest))
+        return [name.strip(" %") for group in groups for name in group if name.strip(" %")]
 
     @property
     def turns(self) -> int:
@@ -100,10 +101,10 @@ def _instruction(line: str) -> Instruction:
 
 def _closing(text: str, opening: int) -> int:
     depth = 0
-    for place in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    for index in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
         if not depth:
-            return place
+            return index
     return len(text)
 
 
@@ -142,6 +143,7 @@ def sources(hlo: Hlo) -> dict[str, str]:
 
 
 Counter = Callable[[Instruction, dict[str, Instruction]], dict[str, float]]
+"""Of an instruction and those of its computation by name: numbers by name."""
 
 
 def totals(hlo: Hlo, count: Counter) -> dict[str, float]:
@@ -150,43 +152,39 @@ def totals(hlo: Hlo, count: Counter) -> dict[str, float]:
     known: dict[str, dict[str, float]] = {}
 
     def of(name: str) -> dict[str, float]:
-        if name not in known:
-            total: dict[str, float] = {}
-            known[name] = total
-            for instruction in hlo.computations.get(name, {}).values():
-                _add(total, count(instruction, hlo.computations[name]), 1)
-                parts = [of(callee) for callee in instruction.callees]
-                if instruction.opcode == "conditional":
-                    parts = [max(parts, key=lambda part: sum(part.values()), default={})]
-                for part in parts:
-                    _add(total, part, instruction.turns)
-        return known[name]
+        if name in known:
+            return known[name]
+        total = known[name] = dict[str, float]()
+        instructions = hlo.computations.get(name, {})
+        for instruction in instructions.values():
+            parts = [of(callee) for callee in instruction.callees]
+            if instruction.opcode == "conditional":
+                parts = [max(parts, key=lambda part: sum(part.values()), default={})]
+            for times, part in [(1, count(instruction, instructions))] + [
+                (instruction.turns, part) for part in parts
+            ]:
+                for key, value in part.items():
+                    total[key] = total.get(key, 0) + value * times
+        return total
 
     return of(hlo.entry)
 
 
-def _add(total: dict[str, float], part: dict[str, float], times: int) -> None:
-    for key, value in part.items():
-        total[key] = total.get(key, 0) + value * times
-
-
-def product_flops(instruction: Instruction, around: dict[str, Instruction]) -> dict[str, float]:
-    """2·(numbers that come out)·(numbers summed for each) of a matrix product; of cuDNN's attention
-    two such products of [B,H,T,T] forward and five backward, half of each where it is causal."""
-    if instruction.opcode == "custom-call" and "__cudnn$fmha" in instruction.rest:
-        square = SQUARE.search(instruction.rest)
+def matmul_flops(instruction: Instruction, around: dict[str, Instruction]) -> dict[str, float]:
+    """2·(elements that come out)·(terms summed for each) of a matmul; of cuDNN's attention two
+    matmuls of [B,H,T,T] forward and five backward, half of each where it is causal."""
+    if attention := ATTENTION.search(instruction.rest):
+        square = _square(instruction)
         if square is None:
             return {}
-        cells = math.prod(int(size) for size in re.findall(r"\d+", square[1]))
+        cells = math.prod(square)
         width = arrays(around[instruction.operands[0]].shape)[0][1][-1]
-        products = 5 if 'Backward"' in instruction.rest else 2
+        matmuls = 5 if attention[1] else 2
         share = 0.5 if '"mask_type": "CAUSAL"' in instruction.rest else 1.0
-        return {"flops": 2.0 * products * share * cells * width}
-    is_product = instruction.opcode == "dot" or (
-        instruction.opcode == "custom-call" and "__cublas$" in instruction.rest
-    )
+        return {"flops": 2.0 * matmuls * share * cells * width}
+    cublas = instruction.opcode == "custom-call" and "__cublas$" in instruction.rest
     contracted = CONTRACTED.search(instruction.rest)
-    if not is_product or contracted is None:
+    if not (cublas or instruction.opcode == "dot") or contracted is None:
         return {}
     left = arrays(around[instruction.operands[0]].shape)[0][1]
     summed = math.prod(left[int(axis)] for axis in re.findall(r"\d+", contracted[1]))
@@ -194,7 +192,30 @@ def product_flops(instruction: Instruction, around: dict[str, Instruction]) -> d
     return {"flops": 2.0 * math.prod(out) * summed}
 
 
-def travelling(instruction: Instruction, around: dict[str, Instruction]) -> dict[str, float]:
+def _square(instruction: Instruction) -> list[int] | None:
+    """B, H, T, T of cuDNN's attention."""
+    match = SQUARE.search(instruction.rest)
+    return [int(size) for size in re.findall(r"\d+", match[1])] if match else None
+
+
+def hidden_workspace(hlo: Hlo) -> int:
+    """Bytes that cuDNN's attention takes beside XLA's buffers: the largest workspace of its
+    backwards, one of which runs at a time. 0 where XLA asked cuDNN for it, which it can on a GPU
+    that is there, and has counted it among the temporaries: the last, u8, of what a call gives."""
+    largest = 0
+    for instructions in hlo.computations.values():
+        for instruction in instructions.values():
+            attention = ATTENTION.search(instruction.rest)
+            square = _square(instruction) if attention and attention[1] else None
+            if square is None or arrays(instruction.shape)[-1] != ("u8", (0,)):
+                continue
+            rows, heads, length, _ = square
+            width = arrays(instructions[instruction.operands[0]].shape)[0][1][-1]
+            largest = max(largest, backward_workspace(rows, length, heads, width))
+    return largest
+
+
+def collective_bytes(instruction: Instruction, around: dict[str, Instruction]) -> dict[str, float]:
     """Of a collective: how often (`NAME`) and bytes (`NAME bytes`), the larger of what one device
     gives and what it gets."""
     name = instruction.opcode.removesuffix("-start")

@@ -1,27 +1,32 @@
 """Many plans of one configuration: a grid, and the longest context."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from jax_distill.config import Config, Failure, Refusal, load
+from jax_distill.base.console import console, say
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.config import Config, load
 from jax_distill.plan.planning import Plan, gb, make_plan
 from jax_distill.plan.target import Target, find_target
-from jax_distill.run import console, say
 
 LONGEST = 2**24
-"""Where `longest` stops asking."""
+"""Where `longest` stops doubling."""
+Outcome = Plan | str
+"""A plan, or in one line why there is none."""
+Rows = list[tuple[dict[str, Any], Outcome]]
+"""Values by key, and the plan with these."""
 
 
-@dataclass(frozen=True)
-class Question:
+@dataclasses.dataclass(frozen=True)
+class Request:
     """What all plans of a search have in common.
 
-    arguments: the configuration's command line; device, devices, step, reserve: `make_plan`'s;
-    fraction: `find_target`'s.
+    arguments: the configuration's command line; device, devices, fraction: `find_target`'s; step,
+    reserve: `make_plan`'s.
     """
 
     arguments: tuple[str, ...]
@@ -31,103 +36,78 @@ class Question:
     reserve: float
     fraction: float | None = None
 
-    def config(self, *more: str) -> Config:
-        return load([*self.arguments, *more], "jax_distill.plan")
+    def config(self) -> Config:
+        return load(self.arguments, "jax_distill.plan")
 
-    def target(self, *, devices: int | None = None, fraction: float | None = None) -> Target:
-        return find_target(self.device, devices or self.devices, fraction=fraction or self.fraction)
+    def target(self) -> Target:
+        return find_target(self.device, self.devices, fraction=self.fraction)
 
-    def plan(self, *more: str, devices: int | None = None, fraction: float | None = None) -> Plan:
-        """The plan with more options on the command line. Raises as `make_plan` does."""
-        target = self.target(devices=devices, fraction=fraction)
-        with console.status(
-            f"compiling {' '.join(more)} for {len(target.devices)} × {target.name}"
-        ):
-            return make_plan(self.config(*more), target, step=self.step, reserve=self.reserve)
+    def plan(self) -> Plan:
+        """Raises as `make_plan` does."""
+        config, target = self.config(), self.target()
+        with console.status(f"compiling for {self.devices} × {target.name}"):
+            return make_plan(config, target, step=self.step, reserve=self.reserve)
 
+    def changed(self, *options: str, **fields: Any) -> "Request":
+        """With more options on the command line, which win, and other fields."""
+        return dataclasses.replace(self, arguments=(*self.arguments, *options), **fields)
 
-def tried(make: Callable[[], Plan]) -> Plan | str:
-    """The plan, or in one line why there is none."""
-    try:
-        return make()
-    except (Refusal, Failure) as reason:
-        return str(reason)
-
-
-def outcome(plan: Plan | str) -> str:
-    """A plan in half a line."""
-    if isinstance(plan, str):
-        return f"not possible: {plan}"
-    word = "fits" if plan.fits else "does not fit"
-    return f"{gb(plan.peak_bytes)} GB, {word}, {plan.compile_seconds:.0f} s"
+    def outcome(self, label: str) -> Outcome:
+        """The plan, or why there is none; one line about it is printed after `label`."""
+        plan: Outcome
+        try:
+            plan = self.plan()
+            fits = "fits" if plan.fits else "does not fit"
+            say(f"{label}: {gb(plan.peak_bytes)} GB, {fits}, {plan.compile_seconds:.0f} s")
+        except (UserError, RunError) as error:
+            plan = str(error)
+            say(f"{label}: not possible: {plan}")
+        return plan
 
 
-def read_grid(words: Sequence[str]) -> dict[str, list[Any]]:
-    """`key=a,b key2=c` → {key: [a, b], key2: [c]}, values as YAML reads them.
-
-    Raises:
-        Refusal: a word without `=`, a key twice.
-    """
-    grid: dict[str, list[Any]] = {}
-    for word in words:
-        key, equals, values = word.partition("=")
-        if not equals or not values or key in grid:
-            raise Refusal(f"--sweep: expected key=a,b with each key once, got {word!r}")
-        grid[key] = [yaml.safe_load(value) for value in values.split(",")]
-    return grid
+def fits(plan: Outcome) -> bool:
+    return isinstance(plan, Plan) and plan.fits
 
 
-Rows = list[tuple[dict[str, Any], Plan | str]]
-"""Values by key, and the plan that they gave, or in one line why there is none."""
-
-
-def sweep(question: Question, grid: dict[str, list[Any]]) -> Rows:
-    """Every combination of the grid's values.
+def sweep(request: Request, grid: Mapping[str, Sequence[str]]) -> Rows:
+    """Every combination of the grid's values, which stand there as YAML reads them.
 
     Raises:
-        Refusal: the configuration takes none of them (what is wrong with the first is said).
+        UserError: a key or value that the configuration does not have.
     """
-    rows = []
-    for values in itertools.product(*grid.values()):
+    rows: Rows = []
+    for values in itertools.product(*([yaml.safe_load(v) for v in vs] for vs in grid.values())):
         point = dict(zip(grid, values, strict=True))
-        more = [f"--{key}={value}" for key, value in point.items()]
-        question.config(*more)  # a key or value that cannot be meant ends here, with exit code 2
-        plan = tried(lambda more=more: question.plan(*more))  # type: ignore[misc]
-        say(f"{' '.join(more)}: {outcome(plan)}")
-        rows.append((point, plan))
+        options = [f"--{key}={value}" for key, value in point.items()]
+        changed = request.changed(*options)
+        changed.config()  # what is no configuration at all ends here, with exit code 2
+        rows.append((point, changed.outcome(" ".join(options))))
     return rows
 
 
-def longest(question: Question, config: Config, *, granularity: int) -> tuple[int, Rows]:
+def longest(request: Request, *, granularity: int) -> tuple[int, Rows]:
     """(the longest row that fits, 0 where none does; every plan on the way).
 
-    Doubles or halves the configured length until it fits on one side only, then halves the gap
-    until it is `granularity` tokens.
+    Doubles or halves the configured length until one fits and the next does not, then bisects down
+    to `granularity` tokens.
     """
     rows: Rows = []
 
-    def fits(length: int) -> bool:
-        plan = tried(lambda: question.plan(f"--data.sequence_length={length}"))
-        say(f"{length:,} tokens: {outcome(plan)}")
-        rows.append(({"data.sequence_length": length}, plan))
-        return isinstance(plan, Plan) and plan.fits
+    def has_room(units: int) -> bool:
+        length = units * granularity
+        changed = request.changed(f"--data.sequence_length={length}")
+        rows.append(({"data.sequence_length": length}, changed.outcome(f"{length:,} tokens")))
+        return fits(rows[-1][1])
 
-    length = -(-config.data.sequence_length // granularity) * granularity
-    low, high = 0, 0
-    if fits(length):
-        low = length
-        while low < LONGEST and fits(2 * low):
-            low *= 2
-        high = 2 * low
-    else:
-        high = length
-        while high > granularity:
-            lower = max(high // 2 // granularity, 1) * granularity
-            if fits(lower):
-                low = lower
-                break
-            high = lower
-    while low and high - low > granularity:
-        middle = (low + high) // 2 // granularity * granularity
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low, rows
+    low, high = 0, -(-request.config().data.sequence_length // granularity)
+    while high * granularity <= LONGEST and has_room(high):
+        low, high = high, 2 * high
+    while not low and high > 1:
+        if has_room(high // 2):
+            low = high // 2
+        else:
+            high //= 2
+    while low and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if has_room(middle) else (low, middle)
+    return low * granularity, rows

@@ -1,28 +1,27 @@
-"""What would make a configuration fit: every knob turned, planned, and ranked."""
+"""Which changes would make a configuration fit: each is planned, and they are ranked."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from jax_distill.config import Config
 from jax_distill.plan.planning import Plan
-from jax_distill.plan.search import Question, outcome, tried
+from jax_distill.plan.search import Outcome, Request, fits
 from jax_distill.plan.target import Target
-from jax_distill.run import say
 
 BIG_FRACTION = 0.95
 SMALLEST_CHUNK = 128
 FREE, SLOWER, HARDWARE, NUMBERS = range(4)
-"""Efforts, by which knobs are ranked: nothing changes but the memory; the numbers stay, and it may
-be slower; more devices; the numbers change."""
+"""What a change costs, the least first: nothing but memory is saved; time, the numbers stay; more
+devices; the numbers change."""
 
 
 @dataclass(frozen=True)
-class Knob:
+class Change:
     """A change that may save memory.
 
     effort: one of the four above; cost: in words. options: for the command line; devices, fraction:
-    other than asked for.
+    instead of the request's, None leaves them.
     """
 
     effort: int
@@ -34,30 +33,41 @@ class Knob:
     @property
     def command(self) -> str:
         """As one types it."""
-        words = list(self.options)
-        if self.devices:
-            words.append(f"--devices {self.devices}")
-        if self.fraction:
-            words.append(f"XLA_CLIENT_MEM_FRACTION={self.fraction}")
-        return " ".join(words)
+        devices = [f"--devices {self.devices}"] if self.devices else []
+        fraction = [f"XLA_CLIENT_MEM_FRACTION={self.fraction}"] if self.fraction else []
+        return " ".join([*self.options, *devices, *fraction])
+
+    def outcome(self, request: Request) -> Outcome:
+        """The plan with this change."""
+        fields = {"devices": self.devices, "fraction": self.fraction}
+        changed = {name: value for name, value in fields.items() if value}
+        return request.changed(*self.options, **changed).outcome(self.command)
+
+    def joined(self, other: "Change") -> "Change":
+        """Both; of a key that both set, the other's value."""
+        values = dict(option.split("=", 1) for option in (*self.options, *other.options))
+        return Change(
+            effort=max(self.effort, other.effort),
+            cost=f"{self.cost}; {other.cost}",
+            options=tuple(f"{key}={value}" for key, value in values.items()),
+            devices=other.devices or self.devices,
+            fraction=other.fraction or self.fraction,
+        )
 
 
-Found = list[tuple[Knob, Plan | str]]
+Found = list[tuple[Change, Outcome]]
 
 
-def knobs_of(question: Question, config: Config, target: Target) -> list[Knob]:
-    """What can be turned in this configuration, the cheapest first."""
-    knobs: list[Knob] = []
+def changes_of(step: str, devices: int, config: Config, target: Target) -> list[Change]:
+    """What can be changed in this configuration, the cheapest first."""
+    changes: list[Change] = []
     if target.on_gpu and target.pool_bytes < BIG_FRACTION * target.device_bytes:
-        knobs.append(Knob(FREE, "the card is this process's alone", fraction=BIG_FRACTION))
-    if question.step == "train":
-        knobs += _exact_knobs(config, question.devices) + _rounding_knobs(config)
-    else:
-        knobs += _teacher_knobs(config, question.devices)
-    for devices in (2, 4, 8) if target.on_gpu else ():  # devices of a CPU share its memory
-        if devices > question.devices:
-            knobs.append(_spread(config, question.step, devices))
-    return sorted(knobs, key=lambda knob: knob.effort)
+        changes.append(Change(FREE, "the card is this process's alone", fraction=BIG_FRACTION))
+    changes += (_train_changes if step == "train" else _teacher_changes)(config, devices)
+    for more in (2, 4, 8) if target.on_gpu else ():  # devices of a CPU share its memory
+        if more > devices:
+            changes.append(_spread(config, step, more))
+    return sorted(changes, key=lambda change: change.effort)
 
 
 def _halves(value: int, lowest: int, count: int) -> Iterator[int]:
@@ -66,136 +76,108 @@ def _halves(value: int, lowest: int, count: int) -> Iterator[int]:
     return islice((half for half in halved if half >= lowest), count)
 
 
-def _exact_knobs(config: Config, devices: int) -> list[Knob]:
-    """Those that leave the numbers of training as they are."""
-    train, loss = config.train, config.loss
-    rows = train.micro_batch_size or train.batch_size
-    knobs = []
+def _train_changes(config: Config, devices: int) -> Iterator[Change]:
+    train, loss, optimizer = config.train, config.loss, config.optimizer
     if loss.implementation != "fused":
-        knobs.append(Knob(FREE, "as fast as dense", ("--loss.implementation=fused",)))
+        yield Change(FREE, "as fast as dense", ("--loss.implementation=fused",))
     if loss.implementation != "dense":
-        cost = "the head's gradient is read and written more often"
         for chunk in _halves(loss.chunk_size, SMALLEST_CHUNK, 2):
-            knobs.append(Knob(SLOWER, cost, (f"--loss.chunk_size={chunk}",)))
-    for fewer in _halves(rows, devices, 3):
+            cost = "the head's gradient is read and written more often"
+            yield Change(SLOWER, cost, (f"--loss.chunk_size={chunk}",))
+    for fewer in _halves(train.rows_per_micro_batch, devices, 3):
         if fewer % devices == 0:
             cost = f"{train.batch_size // fewer} passes a step, gradients summed in fp32"
-            knobs.append(Knob(SLOWER, cost, (f"--train.micro_batch_size={fewer}",)))
+            yield Change(SLOWER, cost, (f"--train.micro_batch_size={fewer}",))
     if train.remat != "layer":
-        cost = "each layer is computed once more"
-        knobs.append(Knob(SLOWER, cost, ("--train.remat=layer",)))
-    return knobs
-
-
-def _rounding_knobs(config: Config) -> list[Knob]:
-    """Those that change the numbers, or may."""
-    train, optimizer = config.train, config.optimizer
-    knobs = []
-    if not optimizer.layerwise and optimizer.name != "adafactor":
-        unclipped = optimizer.clip_norm is None
-        whole = f"--train.micro_batch_size={train.batch_size}"
-        options = ("--optimizer.layerwise=true", "--optimizer.clip_norm=null", whole)
-        cost = "one pass a step" + ("" if unclipped else ", no clipping")
-        knobs.append(Knob(SLOWER if unclipped else NUMBERS, cost, options))
-    if optimizer.state_dtype == "float32" and optimizer.name != "adafactor":
-        cost = "moments rounded to bf16"
-        knobs.append(Knob(NUMBERS, cost, ("--optimizer.state_dtype=bfloat16",)))
+        yield Change(SLOWER, "each layer is recomputed", ("--train.remat=layer",))
+    if optimizer.name != "adafactor" and optimizer.offload == "none":
+        cost = "the moments go to the host and back each step"
+        yield Change(SLOWER, cost, ("--optimizer.offload=moments",))
+    if optimizer.name != "adafactor" and not optimizer.layerwise:
+        yield from _layerwise(config)
+    if optimizer.name != "adafactor" and optimizer.state_dtype == "float32":
+        yield Change(NUMBERS, "moments rounded to bf16", ("--optimizer.state_dtype=bfloat16",))
     if train.param_dtype == "float32":
-        cost = "parameters rounded to bf16, by chance"
-        knobs.append(Knob(NUMBERS, cost, ("--train.param_dtype=bfloat16",)))
-    return knobs
+        cost = "parameters in bf16, stochastic rounding"
+        yield Change(NUMBERS, cost, ("--train.param_dtype=bfloat16",))
 
 
-def _teacher_knobs(config: Config, devices: int) -> list[Knob]:
-    knobs = []
+def _layerwise(config: Config) -> Iterator[Change]:
+    """With all rows of a step in one pass; and with as many rows a step as a pass has now."""
+    train, clips = config.train, config.optimizer.clip_norm is not None
+    options = ("--optimizer.layerwise=true", "--optimizer.clip_norm=null")
+    cost = ", no clipping" if clips else ""
+    whole = f"--train.micro_batch_size={train.batch_size}"
+    yield Change(NUMBERS if clips else SLOWER, f"one pass a step{cost}", (*options, whole))
+    rows = train.rows_per_micro_batch
+    if rows < train.batch_size:
+        sizes = (f"--train.batch_size={rows}", f"--train.micro_batch_size={rows}")
+        rows_text = f"{rows} rows a step instead of {train.batch_size}"
+        yield Change(NUMBERS, f"{rows_text}{cost}", (*options, *sizes))
+
+
+def _teacher_changes(config: Config, devices: int) -> Iterator[Change]:
     for rows in _halves(config.teacher.batch_size, devices, 3):
         if rows % devices == 0:
-            knobs.append(Knob(SLOWER, "more calls", (f"--teacher.batch_size={rows}",)))
+            yield Change(SLOWER, "more calls", (f"--teacher.batch_size={rows}",))
     for chunk in _halves(config.loss.chunk_size, SMALLEST_CHUNK, 2):
-        knobs.append(Knob(SLOWER, "more chunks", (f"--loss.chunk_size={chunk}",)))
-    for shard in _halves(config.cache.shard_rows, 1, 2):
-        knobs.append(Knob(SLOWER, "more shards", (f"--cache.shard_rows={shard}",)))
+        yield Change(SLOWER, "more chunks", (f"--loss.chunk_size={chunk}",))
     if config.teacher.dtype == "float32":
-        knobs.append(Knob(NUMBERS, "the teacher in bf16", ("--teacher.dtype=bfloat16",)))
-    return knobs
+        yield Change(NUMBERS, "the teacher in bf16", ("--teacher.dtype=bfloat16",))
 
 
-def _spread(config: Config, step: str, devices: int) -> Knob:
-    """The same over more devices: what lasts is split among them, each has a row at least."""
-    split = ("--mesh.data=1", f"--mesh.fsdp={devices}")
-    cost = f"{devices} devices"
+def _spread(config: Config, step: str, devices: int) -> Change:
+    """The same over more devices, which split parameters and moments; each has a row at least."""
+    train, cost = config.train, f"{devices} devices"
+    mesh = ("--mesh.data=1", f"--mesh.fsdp={devices}", "--mesh.expert=1", "--mesh.tensor=1")
+    wanted = config.teacher.batch_size if step == "teacher" else train.rows_per_micro_batch
+    rows = -(-wanted // devices) * devices
     if step == "teacher":
-        rows = -(-config.teacher.batch_size // devices) * devices
-        options = (*split, f"--teacher.batch_size={rows}")
-        return Knob(HARDWARE, cost, options, devices=devices)
-    train = config.train
-    rows = -(-(train.micro_batch_size or train.batch_size) // devices) * devices
+        return Change(HARDWARE, cost, (*mesh, f"--teacher.batch_size={rows}"), devices=devices)
     batch = -(-train.batch_size // rows) * rows
     if batch != train.batch_size:
         cost += f", {batch} rows a step"
     sizes = (f"--train.micro_batch_size={rows}", f"--train.batch_size={batch}")
-    return Knob(HARDWARE, cost, (*split, *sizes), devices=devices)
+    return Change(HARDWARE, cost, (*mesh, *sizes), devices=devices)
 
 
-def suggest(question: Question, config: Config, target: Target, plan: Plan) -> Found:
-    """Each knob alone; where none is enough, one after the other together until it fits. Ranked:
-    what fits first, then by effort, then by size. plan: of the configuration as it stands."""
-    found: Found = []
-    for knob in knobs_of(question, config, target):
-        found.append((knob, _turn(question, knob)))
-    if not any(_fits(plan) for _, plan in found):
-        found += _together(question, found, plan)
+def suggest(request: Request, plan: Plan) -> Found:
+    """Each change alone; where none is enough on the devices there are, one after the other
+    together until it fits. Ranked: what fits first, then by effort, then by size. plan: of the
+    request as it stands."""
+    changes = changes_of(request.step, request.devices, request.config(), request.target())
+    found: Found = [(change, change.outcome(request)) for change in changes]
+    if not any(fits(plan) for change, plan in found if not change.devices):
+        found += _together(request, found, plan)
 
-    def rank(row: tuple[Knob, Plan | str]) -> tuple[int, int, int]:
-        knob, plan = row
+    def rank(row: tuple[Change, Outcome]) -> tuple[int, int, int]:
+        change, plan = row
         if isinstance(plan, str):
-            return 2, knob.effort, 0
-        return 0 if plan.fits else 1, knob.effort, plan.peak_bytes
+            return 2, change.effort, 0
+        return 0 if plan.fits else 1, change.effort, plan.peak_bytes
 
     return sorted(found, key=rank)
 
 
-def _fits(plan: Plan | str) -> bool:
-    return isinstance(plan, Plan) and plan.fits
-
-
-def _turn(question: Question, knob: Knob) -> Plan | str:
-    plan = tried(lambda: question.plan(*knob.options, devices=knob.devices, fraction=knob.fraction))
-    say(f"{knob.command}: {outcome(plan)}")
-    return plan
-
-
-def _together(question: Question, found: Sequence[tuple[Knob, Plan | str]], plan: Plan) -> Found:
-    """Knobs joined one by one, the cheap before the dear and more devices last, until it fits; of
-    those that turn one key the one that saved most. Left out is a knob that is refused beside those
+def _together(request: Request, found: Found, plan: Plan) -> Found:
+    """Changes joined one by one, the cheapest first and more devices last, until it fits; of those
+    that set one key the one that saved most. Left out is a change that is refused beside those
     before it, or leaves no more memory than they did."""
-    best: dict[str, tuple[Plan, Knob]] = {}
-    for knob, of in found:
-        key = knob.options[0].split("=")[0] if knob.options else ""
+    best: dict[str, tuple[Plan, Change]] = {}
+    for change, of in found:
+        key = change.options[0].split("=")[0] if change.options else ""
         if isinstance(of, Plan) and (key not in best or of.peak_bytes < best[key][0].peak_bytes):
-            best[key] = (of, knob)
+            best[key] = (of, change)
     joined: Found = []
     whole, left = None, plan.margin_bytes  # the peak, and of a larger share of the card its pool
-    for alone, knob in sorted(best.values(), key=lambda b: (b[1].devices or 0, b[1].effort)):
-        both = knob if whole is None else _join(whole, knob)
-        turned = alone if whole is None else _turn(question, both)
-        if isinstance(turned, str) or turned.margin_bytes <= left:
+    for alone, change in sorted(best.values(), key=lambda b: (b[1].devices or 0, b[1].effort)):
+        both = change if whole is None else whole.joined(change)
+        of = alone if whole is None else both.outcome(request)
+        if isinstance(of, str) or of.margin_bytes <= left:
             continue
         if whole is not None:
-            joined.append((both, turned))
-        whole, left = both, turned.margin_bytes
-        if turned.fits:
+            joined.append((both, of))
+        whole, left = both, of.margin_bytes
+        if of.fits:
             break
     return joined
-
-
-def _join(first: Knob, second: Knob) -> Knob:
-    """Both turned; of a key that both set, the second's value."""
-    values = dict(option.split("=", 1) for option in (*first.options, *second.options))
-    return Knob(
-        effort=max(first.effort, second.effort),
-        cost=f"{first.cost}; {second.cost}",
-        options=tuple(f"{key}={value}" for key, value in values.items()),
-        devices=second.devices or first.devices,
-        fraction=second.fraction or first.fraction,
-    )

@@ -1,26 +1,30 @@
-"""The teacher reads each row once; the store keeps its top K.
+"""The teacher reads each row once; the cache keeps its top K.
 
 `python -m jax_distill.teacher --config X.yaml` writes `<cache.path>/train` and
-`<cache.path>/heldout`. The same command goes on after a kill, and does nothing where both are
-finished.
+`<cache.path>/heldout`. Re-run the same command to resume after a kill; it does nothing where both
+are finished. The command refuses wrong options before JAX is imported, so names come on demand.
 """
 
-from jax_distill.cache import teacher_fingerprint
-from jax_distill.teacher.capture import capture, topk_targets
-from jax_distill.teacher.files import TeacherFiles, find_teacher, teacher_folders
-from jax_distill.teacher.stores import main, tokenizer_folder, write_stores
-from jax_distill.teacher.writing import expected_bytes, write_store
+import importlib
+from typing import Any
 
-__all__ = [
-    "TeacherFiles",
-    "capture",
-    "expected_bytes",
-    "find_teacher",
-    "main",
-    "teacher_fingerprint",
-    "teacher_folders",
-    "tokenizer_folder",
-    "topk_targets",
-    "write_store",
-    "write_stores",
-]
+_FILES = {
+    "AHEAD": "writing",
+    "TeacherFiles": "files",
+    "expected_bytes": "writing",
+    "find_teacher": "files",
+    "main": "caches",
+    "teacher_folders": "files",
+    "tokenizer_folder": "caches",
+    "write_cache": "writing",
+    "write_caches": "caches",
+}
+__all__ = list(_FILES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILES.values():
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

@@ -1,7 +1,6 @@
 """`python -m jax_distill.teacher --config X.yaml`"""
 
-from jax_distill.config import load, run_command
-from jax_distill.teacher import main
+from jax_distill.config import run_configured
 
 if __name__ == "__main__":
-    run_command(lambda argv: main(load(argv, "jax_distill.teacher")))
+    run_configured("jax_distill.teacher", "jax_distill.teacher.caches")

@@ -1,38 +1,49 @@
-"""One store: the teacher over the rows it lacks, shard by shard."""
+"""One cache: the teacher over the rows it lacks, shard by shard."""
 
+import itertools
 import math
-import shutil
+import os
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jax_distill import sharding
-from jax_distill.cache import Manifest, Store, Writer, create
-from jax_distill.config import Failure, Refusal
+from jax_distill.base.console import StepProgress, say
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.batch import DRAWS, EncodedTopK
+from jax_distill.cache import Cache, Location, Manifest, Writer, create, row_uniforms
 from jax_distill.model import Decoder
-from jax_distill.run import StepProgress, say
-from jax_distill.teacher.capture import capture
+from jax_distill.targets import capture
+
+AHEAD = 2
+"""Batches that the devices have been given beside the one whose result is fetched: enough to work
+on while the host hands a shard to the writer."""
+T = TypeVar("T")
 
 
 def expected_bytes(manifest: Manifest, rows: int) -> int:
-    """What a store of that many rows will take on disk, a little from above.
+    """What a cache of that many rows will take on disk, a little from above.
 
-    Measured after compression: an id takes less than log2(V) bits, a gap a byte, a temperature 7
-    bytes, the rest of a position 3 to 16 bytes; each compressed piece of a row has its overhead.
+    An upper bound where a position has fewer than K: a random sample, top_p.
+    Measured after compression: an id takes less than log2(V) bits, a gap 1.05 bytes, a temperature
+    7, the rest of a position 3 to 16 bytes; each compressed piece of a row has its overhead.
     """
     length = manifest.sequence_length
-    per_entry = math.log2(max(manifest.vocab_size, 2)) / 8 + 1.0
+    per_entry = math.log2(max(manifest.vocab_size, 2)) / 8 + 1.05
+    per_entry += 0.3 if DRAWS in manifest.optional else 0
     per_token = manifest.top_k * per_entry + 8 * len(manifest.temperatures) + 16
+    per_token += sum(2 * shape[-1] for shape in manifest.hidden_shapes().values())  # bf16
     return int(rows * (length * per_token + 400))
 
 
-def write_store(
+def write_cache(
     path: str,
     manifest: Manifest,
     rows: dict[str, np.ndarray],
@@ -41,20 +52,20 @@ def write_store(
     mesh: Mesh,
     batch_size: int,
     chunk_size: int,
-) -> Store:
-    """Run the teacher over the rows that the store at `path` lacks, and commit them shard by shard.
+) -> Cache:
+    """Run the teacher over the rows that the cache at `path` lacks, and commit them shard by shard.
 
-    A shard is written in the background while the teacher reads the next. Without a model the store
-    holds the rows alone.
+    A shard is written in the background while the teacher reads the next; where the teacher has to
+    wait for it, a line says so. Without a model the cache holds the rows alone.
 
     Args:
         rows: tokens, segment_ids, positions int32 and loss_mask uint8 [N,T].
         batch_size: rows per teacher step; a shard begins a new one.
-        chunk_size: positions whose logits are in memory at a time.
+        chunk_size: tokens per device whose logits are in memory at a time.
 
     Raises:
-        Refusal: the store there is another's (`cache.create`), or the disk is too small.
-        Failure: a row has logits that are not finite (its number is named), or the disk is full.
+        UserError: the cache there is another one (`cache.create`), or the disk is too small.
+        RunError: a row has logits that are not finite (its number is named), or the disk is full.
     """
     with create(path, manifest, len(rows["tokens"])) as writer:
         missing = writer.missing_shards()
@@ -66,22 +77,79 @@ def write_store(
                 writer.write(shard, _slice(rows, first, last))
         elif missing:
             _run_teacher(writer, missing, rows, model, mesh, batch_size, chunk_size)
-    return Store.open(path)
+    return Cache.open(path)
 
 
 def _announce(path: str, manifest: Manifest, todo: int) -> None:
-    """One line before the work; Refusal where its result cannot fit."""
-    size, free = expected_bytes(manifest, todo), shutil.disk_usage(path).free
+    """One line before the work; UserError where its result cannot fit."""
+    size, free = expected_bytes(manifest, todo), Location(path).free_bytes()
     tokens = todo * manifest.sequence_length
     say(
         f"{path}: {todo:,} rows of {manifest.sequence_length:,} = {tokens:,} tokens to write, "
-        f"about {format_bytes(size)} on disk, {format_bytes(free)} free"
+        f"about {format_bytes(size)} on disk"
+        + _hidden_share(manifest, todo)
+        + ("" if free is None else f", {format_bytes(free)} free")
     )
-    if size > free:
-        raise Refusal(
+    if free is not None and size > free:
+        raise UserError(
             f"expected {format_bytes(size)} free for {path}, got {format_bytes(free)}; make room, "
             "set another cache.path, or lower cache.top_k or data.max_rows"
         )
+
+
+def _hidden_share(manifest: Manifest, rows: int) -> str:
+    """What of the announced size hidden states take."""
+    shapes = manifest.hidden_shapes()
+    size = rows * sum(2 * length * width for length, width in shapes.values())
+    layers = ", ".join(map(str, shapes))
+    return f" ({format_bytes(size)} of it hidden states of layers {layers})" if shapes else ""
+
+
+class _Background:
+    """Writes shards beside the teacher, one at a time, and measures how long it holds it up.
+
+    What a shard is made of is put together there too; TensorStore compresses in as many threads
+    as there are processors.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._pool = writer, ThreadPoolExecutor(1, thread_name_prefix="cache")
+        self._pending: Future | None = None
+        self._waited, self._begin, self._said = 0.0, time.monotonic(), False
+
+    def write(self, shard: int, arrays: Callable[[], dict[str, np.ndarray]]) -> None:
+        """Begin to write a shard, once the one before is there; raises what went wrong with it."""
+        before = time.monotonic()
+        self.finish()
+        now = time.monotonic()
+        self._waited += now - before
+        if not self._said and (line := bottleneck(self._waited, now - self._begin)):
+            self._said = True
+            say(line)
+        self._pending = self._pool.submit(lambda: self._writer.write(shard, arrays()))
+
+    def finish(self) -> None:
+        """Wait for the last shard."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown()
+
+
+def bottleneck(waited: float, seconds: float) -> str:
+    """One line where the teacher has waited for the writer for more than a tenth of the time."""
+    if waited <= seconds / 10:
+        return ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"the cache's writer is the bottleneck: the teacher has waited {waited:,.1f} of "
+        f"{seconds:,.1f} s for it; give this process more than {cores} processors, or a faster disk"
+    )
 
 
 def _run_teacher(
@@ -94,37 +162,47 @@ def _run_teacher(
     chunk_size: int,
 ) -> None:
     manifest = writer.manifest
-    knobs: dict[str, Any] = dict(
+    options: dict[str, Any] = dict(
         mesh=mesh,
         vocab_size=manifest.vocab_size,
         top_k=manifest.top_k,
         temperatures=manifest.temperatures,
         chunk_size=chunk_size,
+        top_p=manifest.top_p,
+        hidden_layers=manifest.hidden_layers,
     )
+    samples = manifest.top_k if manifest.sampling == "random" else 0
     total = sum(-(-(last + 1 - first) // batch_size) for _, first, last in missing)
     tokens = batch_size * manifest.sequence_length
     done, clock = 0, time.monotonic()
-    bar = StepProgress(Path(writer.path).name, total=total, done=0, tokens_per_step=tokens)
-    with bar, ThreadPoolExecutor(1, thread_name_prefix="store") as background:
-        written: Future | None = None
-        for shard, first, last in missing:
-            # The device works ahead through the shard while the host fetches.
-            batches = _batches(rows, first, last, batch_size, mesh)
-            outputs = [capture(model, batch, **knobs) for batch in batches]
+    name = Location(writer.path).name
+    bar = StepProgress(name, total=total, done=0, tokens_per_step=tokens)
+    outputs = _ahead(
+        (shard, capture(model, batch, **options))
+        for shard in missing
+        for batch in _batches(rows, *shard[1:], batch_size, mesh, samples=samples)
+    )
+    with bar, _Background(writer) as background:
+        for (shard, first, last), group in itertools.groupby(outputs, key=lambda each: each[0]):
             parts = []
-            for output in outputs:
+            for _, output in group:
                 parts.append(jax.device_get(output))
                 done += 1
                 if done == 2 < total:  # the first one also waited for the compiler
                     _estimate((time.monotonic() - clock) * (total - 2), (total - 2) * tokens)
                 clock = time.monotonic()
                 bar.update(done, None)
-            arrays = _shard_arrays(parts, manifest, writer.path, first, last)
-            if written is not None:
-                written.result()
-            written = background.submit(writer.write, shard, arrays | _slice(rows, first, last))
-        if written is not None:
-            written.result()
+            join = partial(_shard_arrays, parts, rows, manifest, writer.path, first, last)
+            background.write(shard, join)
+        background.finish()
+
+
+def _ahead(values: Iterator[T]) -> Iterator[T]:
+    """The same, AHEAD of them made before they are asked for."""
+    made = deque(itertools.islice(values, AHEAD))
+    while made:
+        made.extend(itertools.islice(values, 1))
+        yield made.popleft()
 
 
 def _estimate(seconds: float, tokens: int) -> None:
@@ -146,32 +224,49 @@ def _slice(rows: dict[str, np.ndarray], first: int, last: int) -> dict[str, np.n
 
 
 def _batches(
-    rows: dict[str, np.ndarray], first: int, last: int, batch_size: int, mesh: Mesh
+    rows: dict[str, np.ndarray],
+    first: int,
+    last: int,
+    batch_size: int,
+    mesh: Mesh,
+    *,
+    samples: int = 0,
 ) -> Iterator[dict[str, jax.Array]]:
     """Rows from first to last on the devices, batch_size at a time. The last batch may run over
-    into the next shard, whose turn comes again; beyond the last row there is padding.
+    into the next shard, which reads those rows again; beyond the last row there is padding. With
+    `samples` draws of a position, the numbers that decide them are there too.
     """
     for start in range(first, last + 1, batch_size):
         batch = {}
         for name in ("tokens", "segment_ids", "positions"):
             part = rows[name][start : start + batch_size]
             batch[name] = np.pad(part, ((0, batch_size - len(part)), (0, 0)))
-        yield sharding.place_batch(mesh, batch)
+        if samples:
+            numbers = range(start, start + batch_size)
+            batch["uniforms"] = row_uniforms(numbers, rows["tokens"].shape[1], samples)
+        yield sharding.shard_rows(mesh, batch)
 
 
 def _shard_arrays(
-    parts: list[dict[str, np.ndarray]], manifest: Manifest, path: str, first: int, last: int
+    parts: list[tuple[EncodedTopK, np.ndarray, dict[str, np.ndarray]]],
+    rows: dict[str, np.ndarray],
+    manifest: Manifest,
+    path: str,
+    first: int,
+    last: int,
 ) -> dict[str, np.ndarray]:
-    """The batches' outputs joined, their padding cut off; Failure where a row is not finite."""
+    """A shard's rows, and beside them the batches' outputs joined, their padding cut off; RunError
+    where a row is not finite."""
     count = last + 1 - first
-    arrays = {name: np.concatenate([part[name] for part in parts])[:count] for name in parts[0]}
-    bad = first + np.flatnonzero(~arrays.pop("finite"))
+    bad = first + np.flatnonzero(~np.concatenate([finite for _, finite, _ in parts])[:count])
     if len(bad):
         shown = ", ".join(map(str, bad[:8])) + (" …" if len(bad) > 8 else "")
-        raise Failure(
+        raise RunError(
             f"expected finite teacher logits, got NaN or infinity in {len(bad)} rows of {path}: "
             f"{shown}; look at the teacher's weights, or set teacher.dtype float32"
         )
-    dtype, _ = manifest.array_shapes()["teacher_indices"]
-    arrays["teacher_indices"] = arrays["teacher_indices"].astype(dtype)
-    return arrays
+    each = [encoded.arrays() | hidden for encoded, _, hidden in parts]
+    arrays = {name: np.concatenate([part[name] for part in each])[:count] for name in each[0]}
+    dtypes = manifest.array_shapes()
+    arrays = {name: array.astype(dtypes[name][0], copy=False) for name, array in arrays.items()}
+    return arrays | _slice(rows, first, last)

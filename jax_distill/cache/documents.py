@@ -1,0 +1,241 @@
+"""The JSON files of a cache beside its manifest: commits and heads, checked where they enter."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple, Self
+
+from jax_distill.base.errors import RunError
+from jax_distill.base.json_object import one_line
+from jax_distill.cache.location import Location, sha256_hex
+from jax_distill.cache.manifest import Manifest, digest, parse_object, whole_number
+
+MANIFEST = "manifest.json"
+# Whatever bytes do: not JSON, other types, missing names, deep nesting, huge numbers.
+JSON_ERRORS = (
+    *(ValueError, TypeError, KeyError, AttributeError),
+    *(RecursionError, OverflowError, MemoryError),
+)
+RERUN = "re-run the command that wrote it"
+
+
+def commit_key(shard: int) -> str:
+    """The key of a shard's commit."""
+    return f"commits/{shard:06d}.json"
+
+
+def head_key(number: int) -> str:
+    """The key of a head."""
+    return f"commits/head-{number:06d}.json"
+
+
+@contextlib.contextmanager
+def reading(location: Location, key: str, action: str = RERUN) -> Iterator[None]:
+    """The one place where a damaged JSON file of a cache becomes a RunError that names it."""
+    try:
+        yield
+    except JSON_ERRORS as error:
+        raise RunError(
+            f"expected a whole {key} in the cache at {location}, got one that does not read "
+            f"({type(error).__name__}: {one_line(error)}); {action}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a shard holds; the shard counts once this is written.
+
+    Attributes:
+        shard, first_row, last_row: which rows (both inclusive).
+        tokens: without padding. targets: positions whose mask is 1.
+        smallest_token, largest_token: of every id in `tokens`, padding included.
+        clamped_gaps: entries stored at float16's largest gap.
+        files: array → size and sha256 of the shard's file in it.
+    """
+
+    shard: int
+    first_row: int
+    last_row: int
+    tokens: int
+    targets: int
+    smallest_token: int
+    largest_token: int
+    clamped_gaps: int
+    files: dict[str, dict[str, Any]]
+
+    @classmethod
+    def parse(cls, content: bytes, *, key: str, manifest: Manifest, rows: int) -> Self:
+        """Raises one of JSON_ERRORS where it is not the commit `key` of such a cache."""
+        commit = cls(**_without_sha256(parse_object(content)))
+        size, top_k = manifest.shard_rows, manifest.top_k
+        shard = whole_number("shard", commit.shard, 0, (rows - 1) // size)
+        if key != commit_key(shard):
+            raise ValueError(f"expected the commit of {key}, got that of shard {shard}")
+        first = shard * size
+        last = min(first + size, rows) - 1
+        whole_number("first_row", commit.first_row, first, first)
+        whole_number("last_row", commit.last_row, last, last)
+        positions = (last - first + 1) * manifest.sequence_length
+        whole_number("tokens", commit.tokens, 0, positions)
+        whole_number("targets", commit.targets, 0, positions)
+        largest = whole_number("largest_token", commit.largest_token, 0, manifest.vocab_size - 1)
+        whole_number("smallest_token", commit.smallest_token, 0, largest)
+        whole_number("clamped_gaps", commit.clamped_gaps, 0, positions * top_k)
+        if commit.files.keys() != manifest.array_shapes().keys():
+            raise ValueError(f"files: expected {sorted(manifest.array_shapes())}")
+        for name, file in commit.files.items():
+            if file.keys() != {"sha256", "bytes"}:
+                raise ValueError(f"files.{name}: expected sha256 and bytes, got {sorted(file)}")
+            whole_number(f"files.{name}.bytes", file["bytes"], 1, 1 << 62)
+            check_sha256(f"files.{name}.sha256", file["sha256"])
+        return commit
+
+    def to_json(self) -> bytes:
+        """The file's content, its own sha256 among it."""
+        return _with_sha256(asdict(self))
+
+
+def _with_sha256(values: dict[str, Any]) -> bytes:
+    return json.dumps(values | {"sha256": digest(values)}, indent=1).encode()
+
+
+def _without_sha256(values: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError where the content is not the one that was written."""
+    stored = values.pop("sha256")
+    if stored != digest(values):
+        raise ValueError("its sha256 is not that of its content")
+    return values
+
+
+def check_sha256(name: str, value: Any) -> str:
+    """`value`, if it is a sha256 in hex; else ValueError."""
+    if type(value) is not str or len(value) != 64 or set(value) - set("0123456789abcdef"):
+        raise ValueError(f"{name}: expected a sha256 in hex, got {str(value)[:80]!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Head:
+    """The state of a cache as a whole. The last whole head counts; older ones are history.
+
+    Attributes:
+        rows: N.
+        finished: whether every shard is committed; the counts are of those in `metadata`.
+        metadata: key → sha256 of the manifest, each array's zarr.json and, once finished, each
+            commit.
+    """
+
+    rows: int
+    finished: bool
+    tokens: int
+    targets: int
+    clamped_gaps: int
+    smallest_token: int
+    largest_token: int
+    metadata: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, rows: int, metadata: dict[str, str], commits: dict[int, Commit], *, finished: bool
+    ) -> Self:
+        """The head of these commits."""
+        each = commits.values()
+        return cls(
+            rows=rows,
+            finished=finished,
+            tokens=sum(commit.tokens for commit in each),
+            targets=sum(commit.targets for commit in each),
+            clamped_gaps=sum(commit.clamped_gaps for commit in each),
+            smallest_token=min((commit.smallest_token for commit in each), default=0),
+            largest_token=max((commit.largest_token for commit in each), default=0),
+            metadata=dict(sorted(metadata.items())),
+        )
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self:
+        """Raises one of JSON_ERRORS where it is not a whole head."""
+        head = cls(**_without_sha256(parse_object(content)))
+        if type(head.finished) is not bool:
+            raise TypeError(f"finished: expected true or false, got {head.finished!r}")
+        whole_number("rows", head.rows, 1, 1 << 62)
+        for each in fields(cls):
+            if each.name not in ("rows", "finished", "metadata"):
+                whole_number(each.name, getattr(head, each.name), 0, 1 << 62)
+        for key, sha256 in head.metadata.items():
+            check_sha256(key, sha256)
+        return head
+
+    def to_json(self) -> bytes:
+        """The file's content, its own sha256 among it."""
+        return _with_sha256(asdict(self))
+
+
+class State(NamedTuple):
+    """What stands at a location: the manifest, the last whole head and its number (None, −1: its
+    writer was stopped before there was one), and why later heads do not count."""
+
+    manifest: Manifest
+    head: Head | None
+    number: int
+    damaged: str
+
+
+def read_state(location: Location) -> State | None:
+    """None where no cache is.
+
+    Raises:
+        UserError: a cache of another format.
+        RunError: a damaged manifest.
+    """
+    content = location.read(MANIFEST)
+    if content is None:
+        return None
+    head, number, damaged = None, -1, ""
+    for key in reversed([key for key in location.keys("commits") if "/head-" in key]):
+        try:
+            number = int(key.removeprefix("commits/head-").removesuffix(".json"))
+            head = Head.parse(location.read(key) or b"")
+            break
+        except JSON_ERRORS as error:
+            damaged, number = f"{key} does not read ({one_line(error)})", -1
+    action = "restore that file from a copy, or choose another cache.path"
+    with reading(location, MANIFEST, action):
+        # The format first: that another version wrote it says more than a hash.
+        manifest = Manifest.parse(content, str(location))
+        if head is not None and head.metadata.get(MANIFEST) != sha256_hex(content):
+            raise ValueError("its sha256 is not the one that the head names")
+    return State(manifest, head, number, damaged)
+
+
+def read_manifest(path: str) -> Manifest | None:
+    """The manifest of the cache at `path`; None where no cache is. Raises as `read_state`."""
+    state = read_state(Location(path))
+    return state.manifest if state else None
+
+
+class Commits(NamedTuple):
+    """Shard → its commit; key → sha256 of its file; key → why one that is there does not count."""
+
+    whole: dict[int, Commit]
+    sha256: dict[str, str]
+    damaged: dict[str, str]
+
+
+def read_commits(location: Location, manifest: Manifest, rows: int, head: Head | None) -> Commits:
+    """Every commit of a cache of N `rows`; one that the head names by another sha256 is damaged."""
+    found = Commits({}, {}, {})
+    for key in location.keys("commits"):
+        if "/head-" in key or not key.endswith(".json"):
+            continue
+        try:
+            content = location.read(key) or b""
+            commit = Commit.parse(content, key=key, manifest=manifest, rows=rows)
+            if head and head.metadata.get(key, sha256_hex(content)) != sha256_hex(content):
+                raise ValueError("it is not the commit that the head names")
+        except JSON_ERRORS as error:
+            found.damaged[key] = f"{type(error).__name__}: {one_line(error)}"
+            continue
+        found.whole[commit.shard] = commit
+        found.sha256[key] = sha256_hex(content)
+    return found

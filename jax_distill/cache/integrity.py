@@ -1,0 +1,132 @@
+"""Whether a cache's files are those that were committed: checked before training, and by audit.
+
+crc32c inside a shard proves a chunk, not its place: two shard files swapped would read without an
+error. Size and sha256 in the commit bind content and place.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jax_distill.base.console import progress, say
+from jax_distill.base.files import user_cache_folder, write_json
+from jax_distill.cache.arrays import metadata_key, shard_file
+from jax_distill.cache.documents import MANIFEST, Commits, Head
+from jax_distill.cache.location import Location, sha256_hex
+from jax_distill.cache.manifest import Manifest
+
+REMEMBERED_BYTES = 16 << 20  # a smaller cache is read faster than it is worth remembering
+ANNOUNCED_BYTES = 1 << 29
+SETTLED_SECONDS = 2.0  # a file changed later than that may change again under the same stamp
+
+
+def metadata_problems(
+    location: Location, manifest: Manifest, head_key: str, head: Head, commits: Commits
+) -> dict[str, str]:
+    """Key → what is wrong with it, of the manifest, each zarr.json and each commit that the head
+    (at `head_key`) names, and of the head's counts."""
+    found = dict(commits.damaged)
+    uncommitted = False
+    for key, expected in head.metadata.items():
+        if key in found:
+            continue
+        sha256 = commits.sha256.get(key)
+        if sha256 is None:
+            content = location.read(key)
+            sha256 = None if content is None else sha256_hex(content)
+        if sha256 is None and key.startswith("commits/"):
+            uncommitted = True  # not finished any more, but nothing that is there is wrong
+        elif sha256 != expected:
+            found[key] = "missing" if sha256 is None else _other("sha256", sha256, expected)
+    if head.finished and not found and not uncommitted:
+        needed = {MANIFEST, *(metadata_key(name) for name in manifest.array_shapes())}
+        counted = Head.of(head.rows, head.metadata, commits.whole, finished=True)
+        if head != counted or not needed | set(commits.sha256) <= head.metadata.keys():
+            found[head_key] = "its counts are not those of the commits"
+    return found
+
+
+def shard_problems(
+    location: Location, manifest: Manifest, commits: Commits, *, remember: bool
+) -> dict[str, tuple[int, str]]:
+    """Key → (shard, what is wrong with it) of every committed shard's file that is missing, or not
+    as committed.
+
+    remember: pass over files whose stamp (size, time of change in ns, inode) is the one that they
+    had when they were last found right; noted in the user cache folder.
+    """
+    expected = {
+        shard_file(manifest, name, shard): (shard, file)
+        for shard, commit in commits.whole.items()
+        for name, file in commit.files.items()
+    }
+    size = sum(file["bytes"] for _, file in expected.values())
+    remember = remember and size >= REMEMBERED_BYTES
+    memory = _memory_file(location)
+    known = _read_memory(memory) if remember else {}
+    stamps = {key: location.stamp(key) for key in expected} if remember else {}
+
+    def as_known(key: str) -> bool:
+        stamp = stamps.get(key)
+        return stamp is not None and known.get(key) == [*stamp[0], expected[key][1]["sha256"]]
+
+    todo = [key for key in expected if not as_known(key)]
+    left = sum(expected[key][1]["bytes"] for key in todo)
+    if left >= ANNOUNCED_BYTES:
+        say(f"checking {left / 1e9:.1f} GB of the cache at {location} against its commits")
+    begin = time.time()
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="sha256") as pool:
+        found = progress(
+            pool.map(lambda key: file_problem(location, key, expected[key][1]), todo),
+            "checking the cache",
+            total=len(todo),
+            show=left >= ANNOUNCED_BYTES,
+        )
+        problems = dict(zip(todo, found, strict=True))
+    if remember and todo:
+        right = {
+            key: [*stamp[0], expected[key][1]["sha256"]]
+            for key, stamp in stamps.items()
+            if not problems.get(key) and stamp and stamp[1] < begin - SETTLED_SECONDS
+        }
+        with contextlib.suppress(OSError):  # then the next opening takes as long as this one
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_json(memory, {"cache": location.identity, "files": right})
+    return {key: (expected[key][0], problem) for key, problem in problems.items() if problem}
+
+
+def file_problem(location: Location, key: str, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a shard's file; None: nothing."""
+    size = location.size(key)
+    if size is None:
+        return "missing"
+    if size != expected["bytes"]:
+        return f"{size} bytes, committed with {expected['bytes']}"
+    try:
+        sha256 = location.sha256(key)
+    except OSError as error:
+        return f"does not read ({error.strerror})"
+    return None if sha256 == expected["sha256"] else _other("sha256", sha256, expected["sha256"])
+
+
+def _other(what: str, got: str, expected: str) -> str:
+    return f"{what} {got[:12]}…, committed with {expected[:12]}…"
+
+
+def _memory_file(location: Location) -> Path:
+    name = hashlib.sha256(location.identity.encode()).hexdigest()[:32]
+    return user_cache_folder() / "verified" / f"{name}.json"
+
+
+def _read_memory(file: Path) -> dict[str, list[Any]]:
+    """Nothing known, where the file is missing or says anything else."""
+    try:
+        files = json.loads(file.read_text("utf-8"))["files"]
+        return files if type(files) is dict else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
+        return {}

@@ -1,0 +1,227 @@
+"""From a teacher to a distilled student: `distil` is the whole job in numbered stages, `fit.fit`
+the loop, and `python -m jax_distill.train` the command."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_distill import doctor, evaluate, export, hf, loop, sharding, student, teacher, verify
+from jax_distill.attention import default_attention
+from jax_distill.base.console import say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import user_cache_folder
+from jax_distill.cache import Cache
+from jax_distill.config import Config, as_dict, without_teacher
+from jax_distill.fit import fit
+from jax_distill.hidden_layers import with_pairs
+from jax_distill.model import Decoder, count_parameters
+from jax_distill.model_folder import model_card
+from jax_distill.run import Run
+
+
+def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """The student's first weights, each leaf straight to its shards."""
+    return hf.load_model(
+        folder,
+        param_dtype=jnp.dtype(config.train.param_dtype),
+        compute_dtype=jnp.dtype(config.train.compute_dtype),
+        remat=config.train.remat,
+        attention=config.train.attention_implementation,
+        experts=config.train.experts,
+        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        row_sharding=sharding.batch_sharding(mesh),
+        seed=config.seed,
+    )
+
+
+def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """The teacher in its own dtype, as the cache was made with it."""
+    dtype = jnp.dtype(config.teacher.dtype)
+    return hf.load_model(
+        folder,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=config.train.attention_implementation,
+        experts=config.train.experts,
+        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        row_sharding=sharding.batch_sharding(mesh),
+        packed_experts=config.teacher.packed_experts,
+    )
+
+
+def live_teacher(
+    config: Config, folder: Path | None, vocab_size: int, cache: Cache, mesh: Mesh
+) -> Decoder:
+    """The teacher to run beside the student.
+
+    Raises:
+        UserError: it is not here, or has tokens that the student lacks.
+    """
+    if folder is None:
+        raise UserError(
+            f"expected a teacher that the decoder can run for teacher.mode {config.teacher.mode}, "
+            f"got {config.teacher.path}; use teacher.mode offline"
+        )
+    if config.teacher.mode == "online_top_k":
+        if config.cache.top_k > cache.manifest.vocab_size:
+            raise UserError(
+                f"expected cache.top_k up to the vocabulary, {cache.manifest.vocab_size}, got "
+                f"{config.cache.top_k}; lower it"
+            )
+    elif vocab_size != cache.manifest.vocab_size:
+        raise UserError(
+            f"expected a student with the teacher's {cache.manifest.vocab_size} tokens for "
+            f"teacher.mode online, got {vocab_size}; use teacher.mode online_top_k or offline, "
+            "where the others fold into the tail"
+        )
+    say(f"teacher: loading {folder}, to run beside the student")
+    return load_teacher(folder, config, mesh)
+
+
+def check_train_cache(config: Config, teacher_folder: Path, cache: Cache, mesh: Mesh) -> None:
+    """Before step 1: does this cache hold this teacher's targets, each at its own position?"""
+    verdict = verify.check_cache(
+        load_teacher(teacher_folder, config, mesh),
+        cache,
+        rows=config.teacher.batch_size,
+        temperature=config.loss.temperature,
+        mesh=mesh,
+    )
+    verify.require_match(verdict, cache)
+    say(verdict.warning or verdict.line)
+
+
+def final_table(
+    config: Config,
+    teacher_folder: Path,
+    start: Path,
+    models: dict[str, Decoder],
+    cache: Cache,
+    mesh: Mesh,
+) -> dict[str, dict[str, float]]:
+    """Teacher, student before, student and baseline on the rows nothing else looks at."""
+    table = evaluate.test_table(
+        load_teacher(teacher_folder, config, mesh),
+        {"student_before": load_on_mesh(start, config, mesh), **models},
+        cache,
+        evaluate.table_rows(cache),
+        batch_size=config.teacher.batch_size,
+        chunk_size=config.loss.chunk_size,
+        mesh=mesh,
+    )
+    evaluate.print_table(table)
+    return table
+
+
+def distil(config: Config, run: Run, mesh: Mesh) -> None:
+    """The whole job in order; what is on disk already is not made again."""
+    # 1. The models' files; does this machine compute right? Then the cache: the teacher runs once.
+    teacher_files, teacher_folder = teacher.teacher_folders(config)
+    start, folder = student.prepare(config, run.path, teacher_files, trained=run.trained)
+    architecture = hf.model_config(hf.read_config(folder))
+    models_run = [(architecture, config.train.compute_dtype)]
+    depth = None
+    if teacher_folder:
+        teacher_model = hf.model_config(hf.read_config(teacher_folder))
+        models_run.append((teacher_model, config.teacher.dtype))
+        depth = teacher_model.num_hidden_layers
+    config = with_pairs(config, student=architecture.num_hidden_layers, teacher=depth)
+    if hidden := config.loss.hidden_objective():
+        shown = ", ".join(f"{ours} to {theirs}" for ours, theirs in hidden.pairs)
+        say(f"hidden states: {hidden.kind} of the student's layers to the teacher's, {shown}")
+    doctor.check(config, models_run)
+    train_cache, heldout_cache = teacher.write_caches(config)
+    run.use_cache(train_cache.manifest.fingerprint)
+
+    # 2. What the end would refuse is refused now.
+    vocab_size = student.vocabulary_size(folder, train_cache)
+    export.check_folder(run.path / "export", folder)
+    if teacher_folder:
+        evaluate.check_columns(architecture.vocab_size, "student", heldout_cache)
+        evaluate.check_targets(heldout_cache, evaluate.table_rows(heldout_cache))
+    length = train_cache.sequence_length
+    dtype = jnp.dtype(config.train.compute_dtype)
+    chosen = config.train.attention_implementation or default_attention(
+        dtype, length, architecture.head_dim
+    )
+    say(f"attention: {chosen}, {length:,} positions a row, {dtype.name}")
+
+    # 3. Does the cache hold this teacher's targets?
+    live = None
+    if config.teacher.is_live:
+        live = live_teacher(config, teacher_folder, vocab_size, train_cache, mesh)
+    elif teacher_folder and config.loss.reads_teacher and not run.trained:
+        say(f"cache check: {teacher_folder} over rows of {train_cache.path}")
+        check_train_cache(config, teacher_folder, train_cache, mesh)
+
+    # 4. Training, and the same without the teacher.
+    steps = config.train.total_steps(train_cache.rows)
+    shared: dict[str, Any] = {
+        "caches": (train_cache, heldout_cache),
+        "mesh": mesh,
+        "steps": steps,
+        "vocab_size": vocab_size,
+    }
+    say(f"student: loading {start}")
+    model = fit(
+        config,
+        run.path,
+        load_on_mesh(start, config, mesh),
+        what="student",
+        teacher=live,
+        resume_step=config.train.resume_step,
+        runs=1 + config.train.ce_baseline,
+        **shared,
+    )
+    del live
+    models = {"student": model}
+    if config.train.ce_baseline:
+        models["ce_baseline"] = fit(
+            without_teacher(config),
+            run.path / "ce_baseline",
+            load_on_mesh(start, config, mesh),
+            what="CE-only student",
+            **shared,
+        )
+
+    # 5. The test table, the exported folder, summary and report.
+    table = {}
+    if teacher_folder:
+        rows = len(evaluate.table_rows(heldout_cache))
+        say(f"test table: {len(models) + 2} models over {rows:,} rows of {heldout_cache.path}")
+        table = final_table(config, teacher_folder, start, models, heldout_cache, mesh)
+    summary = loop.summary_of(
+        run,
+        config,
+        train_cache,
+        steps=steps,
+        table=table,
+        student_parameters=count_parameters(model.config),
+        teacher_parameters=count_parameters(hf.model_config(hf.read_config(teacher_folder)))
+        if teacher_folder
+        else None,
+    )
+    card = model_card(
+        summary=summary, config=as_dict(config), cache=train_cache.manifest.fingerprint
+    )
+    say(f"export: {run.path}/export")
+    export.write_folder(
+        run.path / "export", model, student=folder, dtype=config.train.param_dtype, card=card
+    )
+    loop.finish(run, summary)
+
+
+def main(config: Config) -> None:
+    """Train as configured."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(user_cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    mesh = sharding.make_mesh(**config.mesh.axes)
+    sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
+    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+    with Run(config, backend="jax") as run:
+        distil(config, run, mesh)

@@ -1,0 +1,325 @@
+"""Both caches of a configuration: which ones are wanted, and whether they are there already."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_distill import data, hf, sharding
+from jax_distill.base.console import say
+from jax_distill.base.errors import RunError, UserError
+from jax_distill.base.files import find_path
+from jax_distill.base.versions import git_revision, versions
+from jax_distill.cache import (
+    Cache,
+    Location,
+    Manifest,
+    read_manifest,
+    refuse_other_cache,
+    teacher_fingerprint,
+    vocabulary_conflict,
+)
+from jax_distill.config import Config, Source
+from jax_distill.hidden_layers import cached_layers, hidden_arrays
+from jax_distill.packing import Rows, pack, tokens_needed
+from jax_distill.teacher.files import TeacherFiles, find_teacher
+from jax_distill.teacher.writing import format_bytes, write_cache
+
+SPLITS = ("train", "heldout")
+FEW_TARGETS = 1000  # held out; a mean over n tokens has a relative error of about 1/√n
+
+
+class _Plan(NamedTuple):
+    """What decides both caches; quick to gather, so that a second run is."""
+
+    tokenizer: data.Tokenizer
+    teacher: TeacherFiles | None
+    data_path: str | list[Source]
+    manifests: dict[str, Manifest]
+
+
+def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
+    """`data.tokenizer`; else the teacher's; else the student's. `bpe:N` is trained on the training
+    text once, into `<cache.path>/tokenizer_bpe_N`.
+
+    Raises:
+        UserError: none of them has a tokenizer.json; N is no number.
+    """
+    name = config.data.tokenizer
+    if not name.startswith("bpe:"):
+        if name:
+            path = Path(find_path(name))
+            is_folder = path.exists() and path.suffix != ".gguf"
+            return path if is_folder else hf.local_folder(path)
+        if teacher_folder is not None:
+            return teacher_folder
+        return hf.local_folder(find_path(config.student.path))
+    size = name.removeprefix("bpe:")
+    if not size.isdecimal():
+        raise UserError(f"expected data.tokenizer bpe:N with a number, got {name}; write bpe:2048")
+    location = Location(config.cache.path)
+    folder = location.local_path(f"tokenizer_bpe_{size}")
+    if not folder.is_dir():
+        location.check_writable()
+        say(f"training a tokenizer of {size} tokens on the text: {folder}")
+        texts = data.read_texts(
+            _data_path(config),
+            format=config.data.format,
+            heldout_fraction=config.data.heldout_fraction,
+        )
+        half_made = folder.with_name(f".{folder.name}.tmp")
+        data.train_tokenizer(texts, int(size), half_made)
+        half_made.rename(folder)
+    return folder
+
+
+def _data_path(config: Config) -> str | list[Source]:
+    path = config.data.path
+    if isinstance(path, str):
+        return find_path(path)
+    return [replace(source, path=find_path(source.path)) for source in path]
+
+
+def _plan(config: Config) -> _Plan:
+    teacher = find_teacher(config.teacher.path) if config.teacher.path else None
+    if teacher and teacher.folder is None and not config.teacher.is_live:
+        teacher.require_caches(config)  # before the tokenizer of another folder is asked for
+    teacher_folder = teacher.folder if teacher else None
+    folder = tokenizer_folder(config, teacher_folder)
+    tokenizer = data.Tokenizer.load(folder)
+    if teacher_folder is not None and folder != teacher_folder:
+        _check_tokenizers(tokenizer, teacher_folder)
+    data_path = _data_path(config)
+    text = config.data
+    # The settings stand in the manifest by name, so that a difference is named; here, the text.
+    data_fingerprint = data.fingerprint(
+        data_path, format=text.format, tokenizer=tokenizer, settings={}
+    )
+    settings = text.row_settings()
+    max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
+    fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
+    manifests = {
+        split: Manifest(
+            sequence_length=text.sequence_length,
+            shard_rows=config.cache.shard_rows,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocabulary=tokenizer.vocab,
+            data={"split": split, **settings, "max_rows": max_rows[split]},
+            data_fingerprint=data_fingerprint,
+            versions=versions(),
+            git_revision=git_revision() or "",
+            **_of_teacher(config, teacher, fingerprint, split, tokenizer.length),
+        )
+        for split in SPLITS
+    }
+    return _Plan(tokenizer, teacher, data_path, manifests)
+
+
+def _of_teacher(
+    config: Config,
+    teacher: TeacherFiles | None,
+    fingerprint: str | None,
+    split: str,
+    length: int,
+) -> dict[str, Any]:
+    """The manifest's fields that the teacher decides; `length` is the tokenizer's.
+
+    Where the teacher cannot be read, what the cache says of it counts: the size of its head where
+    the decoder does not know its architecture, its fingerprint where it is not here.
+    """
+    if teacher is None:
+        return {"vocab_size": length}
+    if config.teacher.is_live:  # rows alone
+        return {"vocab_size": min(length, teacher.require_model(other="train")[1].vocab_size)}
+    stored = read_manifest(f"{config.cache.path}/{split}")
+    head_size = stored.vocab_size if stored else length
+    if teacher.model is not None:
+        head_size = teacher.model.vocab_size
+    if fingerprint is None:
+        fingerprint = stored.teacher_fingerprint if stored else ""
+    targets = config.cache.stored_targets(config.data.sequence_length)
+    return targets | {
+        "vocab_size": min(length, head_size),
+        "teacher_fingerprint": fingerprint,
+        "teacher_dtype": config.teacher.dtype,
+        "optional": targets["optional"] | _hidden_arrays(config, teacher, stored),
+    }
+
+
+def _hidden_arrays(
+    config: Config, teacher: TeacherFiles, stored: Manifest | None
+) -> dict[str, list[int]]:
+    """The hidden states that the cache keeps; those of the cache where the decoder cannot run the
+    teacher."""
+    wanted = config.cache.hidden_layers
+    if not wanted:
+        return {}
+    if teacher.model is None:
+        return stored.optional if stored else {}
+    layers = cached_layers(wanted, teacher.model.num_hidden_layers)
+    return hidden_arrays(layers, config.data.sequence_length, teacher.model.hidden_size)
+
+
+def _check_tokenizers(tokenizer: data.Tokenizer, teacher_folder: Path) -> None:
+    """Refuse a tokenizer other than the teacher's own: its targets would mean other tokens."""
+    if not (teacher_folder / "tokenizer.json").is_file():
+        return
+    own = data.Tokenizer.load(teacher_folder)
+    conflict = vocabulary_conflict(own.vocab, tokenizer.vocab)
+    if conflict:
+        first, teachers, given = conflict
+        raise UserError(
+            f"expected data.tokenizer to give id {first} to {teachers!r} as the teacher's own "
+            f"does, got {given!r}; leave data.tokenizer empty to use the teacher's"
+        )
+
+
+def _finished(path: str, manifest: Manifest) -> Cache | None:
+    """The cache at `path` if it is finished; UserError if it is another one than is wanted."""
+    stored = read_manifest(path)
+    if stored is None:
+        return None
+    refuse_other_cache(path, stored, manifest)
+    try:
+        cache = Cache.open(path)
+    except RunError:  # its writer was killed early, or a file is damaged: `create` knows what to do
+        return None
+    return cache if cache.complete else None
+
+
+def _pack_rows(config: Config, plan: _Plan) -> dict[str, Rows]:
+    """Rows [N,T] by split. No more text is tokenised than decides them, so that the counts on the
+    `text:` line and in the manifest are of that part alone."""
+    text = config.data
+    max_rows = {split: plan.manifests[split].data["max_rows"] for split in SPLITS}
+    enough = {split: tokens_needed(max_rows[split], text.sequence_length) for split in SPLITS}
+    corpus = data.read_documents(
+        plan.data_path,
+        format=text.format,
+        tokenizer=plan.tokenizer,
+        heldout_fraction=text.heldout_fraction,
+        max_tokens=(enough["train"], enough["heldout"]),
+    )
+    say(f"text: {corpus.counts}")
+    rows = {}
+    for split, documents in zip(SPLITS, (corpus.train, corpus.heldout), strict=True):
+        rows[split] = pack(
+            documents,
+            sequence_length=text.sequence_length,
+            packing=text.packing,
+            separate_documents=text.separate_documents,
+            max_rows=max_rows[split],
+        )
+        part = corpus.counts.untokenized_documents
+        say(f"{split}: {rows[split]}" + (" (of the text tokenized)" if part else ""))
+        _check_rows(split, rows[split], plan)
+    _check_contexts(config, plan, rows)
+    return rows
+
+
+def _check_rows(split: str, rows: Rows, plan: _Plan) -> None:
+    """Refuse, before the teacher runs, rows that cannot be trained on or make no table."""
+    if not len(rows):
+        raise UserError(f"expected {split} text, got none; raise data.heldout_fraction, add text")
+    if split == "train":
+        targets = rows.predicted
+    else:  # the test table reads the second half alone
+        targets = int(rows.arrays["loss_mask"][len(rows) // 2 :].sum())
+    if not targets and (split == "train" or plan.teacher is not None):
+        raise UserError(
+            f"expected {split} text with tokens to predict, got none; check the loss mask of "
+            "the data, or raise data.heldout_fraction"
+        )
+    if split == "heldout" and plan.teacher is not None and targets < FEW_TARGETS:
+        say(
+            f"WARNING: the test table will be of {targets:,} tokens, too few to tell close "
+            "students apart; raise data.heldout_fraction or data.max_heldout_rows"
+        )
+    tokens, vocab_size = rows.arrays["tokens"], plan.manifests[split].vocab_size
+    for wrong in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= wrong < vocab_size:
+            raise UserError(
+                f"expected ids from 0 to {vocab_size - 1}, below the vocab_size of the "
+                f"teacher's head, got {wrong}; use the tokenizer that belongs to the teacher"
+            )
+
+
+def _check_contexts(config: Config, plan: _Plan, rows: dict[str, Rows]) -> None:
+    """Segments longer than a model's max_position_embeddings: see `data.check_context`."""
+    teacher = plan.teacher.model if plan.teacher else None
+    cut = config.student.from_teacher is not None
+    student = None if cut else find_teacher(config.student.path, key="student.path").model
+    for name, model in (("teacher", teacher), ("student", student)):
+        if model is None:
+            continue
+        limit = model.max_position_embeddings
+        count = sum(each.segments_beyond(limit) for each in rows.values())
+        refuse = model is teacher and config.teacher.beyond_context == "refuse"
+        data.check_context(count, limit, name, refuse=refuse)
+
+
+def write_caches(config: Config) -> tuple[Cache, Cache]:
+    """`<cache.path>/train` and `<cache.path>/heldout`, made as far as they are missing.
+
+    Finished caches are known by their manifests, and checked (`Cache.require_complete`): no text is
+    tokenised, no weight loaded, and their teacher may be gone, or one that only `torch_ref.teacher`
+    can run. Without `teacher.path` they hold rows alone, for training with the cross-entropy.
+
+    Raises:
+        UserError: a cache made with another teacher, tokenizer, text or setting lies there (what
+            differs is named); a cache is missing and the decoder cannot run the teacher; see also
+            `write_cache`.
+        RunError: a cache is damaged.
+    """
+    plan = _plan(config)
+    paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
+    finished = {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+    train, heldout = finished.values()
+    if train and heldout:
+        for cache in (train, heldout):
+            cache.require_complete()
+        say(f"cache: {config.cache.path} is there, {train.tokens:,} tokens to train on")
+        return train, heldout
+    Location(config.cache.path).check_writable()
+    teacher_folder = plan.teacher and plan.teacher.require_model(other="teacher")[0]
+    mesh = sharding.make_mesh(**config.mesh.axes)
+    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+    rows = _pack_rows(config, plan)
+    model = None
+    if teacher_folder is not None and not config.teacher.is_live:
+        dtype = jnp.dtype(config.teacher.dtype)
+        model = hf.load_model(
+            teacher_folder,
+            param_dtype=dtype,
+            compute_dtype=dtype,
+            attention=config.train.attention_implementation,
+            experts=config.train.experts,
+            shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+            row_sharding=sharding.batch_sharding(mesh),
+            packed_experts=config.teacher.packed_experts,
+        )
+    caches = []
+    for split in SPLITS:
+        counts = {k: v for k, v in vars(rows[split]).items() if isinstance(v, int)}
+        cache = finished[split] or write_cache(
+            paths[split],
+            replace(plan.manifests[split], counts=counts),
+            rows[split].arrays,
+            model=model,
+            mesh=mesh,
+            batch_size=config.teacher.batch_size,
+            chunk_size=config.loss.chunk_size,
+        )
+        cache.require_complete()
+        say(
+            f"cache: {cache.path} holds {cache.tokens:,} tokens in {format_bytes(cache.nbytes)}, "
+            f"{cache.nbytes / max(cache.tokens, 1):.1f} bytes a token"
+        )
+        caches.append(cache)
+    return caches[0], caches[1]
+
+
+def main(config: Config) -> None:
+    """Write the caches of a configuration; `python -m jax_distill.teacher` is this."""
+    write_caches(config)
