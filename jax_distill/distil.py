@@ -219,7 +219,6 @@ def main(config: Config) -> None:
     """Train as configured."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     mesh = sharding.make_mesh(**config.mesh.axes)
     sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
