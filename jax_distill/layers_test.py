@@ -18,7 +18,7 @@ LAYERS = (
     ("model",),
     ("hf", "targets"),
     ("training", "teacher"),
-    ("verify", "student", "evaluate", "report"),
+    ("verify", "student", "evaluate", "report", "preview"),
     ("export", "audit", "loop", "doctor"),
     ("fit",),
     ("distil",),
