@@ -24,6 +24,7 @@ from ladder import TIGHT, Drift, assert_close, assert_drift, assert_numbers, ass
 
 import torch_ref.audit
 import torch_ref.evaluate
+import torch_ref.fit
 import torch_ref.losses
 import torch_ref.optimizer
 import torch_ref.student
@@ -240,14 +241,14 @@ def test_metrics_of_both_backends_agree_at_every_step(job):
 
 def test_a_resumed_run_is_the_uninterrupted_one_on_both_backends(job, monkeypatch):
     """Case 29: bit for bit in each; and JAX, resumed, still agrees with torch, resumed."""
-    logged = torch_ref.train.Metrics.log
+    logged = torch_ref.fit.Metrics.log
 
     def log_then_kill(self, step, values):
         logged(self, step, values)
         if step == HALF + 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(torch_ref.train.Metrics, "log", log_then_kill)
+    monkeypatch.setattr(torch_ref.fit.Metrics, "log", log_then_kill)
     with pytest.raises(Stopped, match="SIGTERM at step 4 of 6, state saved") as end:
         torch_ref.train.main(job.argv("stopped"))
     assert end.value.number == signal.SIGTERM
