@@ -27,6 +27,7 @@ from jax_distill.training.state import make_state
 from jax_distill.training.step import make_train_step
 from torch_ref import model as torch_model
 from torch_ref import optimizer as torch_optimizer
+from torch_ref.optimizer_test import state_by_name
 
 LENGTH, ROWS, BATCH, MICRO, SEED = 32, 10, 4, 2, 7
 RATE = dict(learning_rate=2e-3, final=1e-4, warmup_steps=3)
@@ -72,7 +73,7 @@ def torch_run(folder, cache, name, steps, kind):
 
 def add_to(drifts, optimizer, parameters, gradients, rate) -> None:
     """To the drift of every parameter, the step that the optimizer has just taken."""
-    state = torch_optimizer.state_by_name(optimizer.state_dict())
+    state = state_by_name(optimizer.state_dict())
     if not isinstance(optimizer, torch.optim.AdamW):
         return add_adafactor(drifts, state, parameters, gradients, rate)
     for key, drift in drifts.items():

@@ -26,7 +26,6 @@ import torch_ref.audit
 import torch_ref.evaluate
 import torch_ref.fit
 import torch_ref.losses
-import torch_ref.optimizer
 import torch_ref.student
 import torch_ref.teacher
 import torch_ref.train
@@ -39,6 +38,7 @@ from jax_distill.cache import Cache
 from jax_distill.config import Config, FromTeacher
 from jax_distill.hidden_layers import PROJECTION, with_pairs
 from torch_ref import model as torch_model
+from torch_ref.optimizer_test import state_by_name
 
 LENGTH, STEPS, HALF = 32, 6, 3
 
@@ -201,7 +201,7 @@ def drifts_of(torch_run: Path) -> dict[str, Drift]:
     options, drifts = Config().optimizer, {}
     for record in tiny.numbers(torch_run):
         saved = torch.load(torch_run / f"checkpoints/step_{record['step']:08d}.pt")
-        for key, state in torch_ref.optimizer.state_by_name(saved["optimizer"]).items():
+        for key, state in state_by_name(saved["optimizer"]).items():
             moments, weights = (state["exp_avg"], state["exp_avg_sq"]), saved["parameters"][key]
             drift, rate = drifts.setdefault(key, Drift()), record["learning_rate"]
             drift.adamw(*moments, weights, rate, b1=options.b1, b2=options.b2)

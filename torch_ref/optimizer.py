@@ -102,14 +102,6 @@ def optimizer_of(
     return optimizer, schedule
 
 
-def state_by_name(state_dict: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Parameter name → its tensors (adamw: exp_avg, exp_avg_sq, step) in an optimizer's
-    `state_dict()`."""
-    groups = state_dict["param_groups"]
-    names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"], strict=True)}
-    return {names[index]: state for index, state in state_dict["state"].items()}
-
-
 def stacks(names: list[str]) -> list[list[str]]:
     """The names of each array of the stacked model, by layer."""
     found: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ import pytest
 
 from jax_distill import losses
 from jax_distill.batch import TopK
+from jax_distill.batch_test import exact_encoding
 from jax_distill.losses import Head, kl_and_grads, loss, token_values
 from jax_distill.losses.agreement_test import (
     EPSILON,
@@ -27,7 +28,7 @@ from jax_distill.losses.agreement_test import (
     on_device,
 )
 from jax_distill.objective import TAILS, Execution, Objective
-from jax_distill.synthetic import exact_encoding, loss_inputs
+from jax_distill.synthetic import loss_inputs
 
 
 @pytest.mark.parametrize("valid", [0.7, 0.0])
