@@ -22,6 +22,7 @@ from jax_distill.batch import Batch
 from jax_distill.cache import Cache
 from jax_distill.config import LossConfig
 from jax_distill.data import row_indices
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.training.optimizer import learning_rate_schedule, make_optimizer
 from jax_distill.training.state import make_state
 from jax_distill.training.step import make_train_step
@@ -126,7 +127,7 @@ def jax_run(folder, cache, name, steps, kind):
         for step in range(steps):
             split = batch_of(cache, step).micro_batches(MICRO).map(jnp.asarray)
             if program is None:
-                program = train_step.lower(state, split).compile(tiny.QUICK_COMPILE)
+                program = train_step.lower(state, split).compile(QUICK_COMPILE)
             state, metrics = program(state, split)
             yield {k: float(v) for k, v in metrics.items()}, tiny.by_hf_name(state.params, config)
 

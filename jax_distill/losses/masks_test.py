@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jax_distill.batch import Batch, TopK
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import chunked, dlogits, kl_and_grads, loss
 from jax_distill.losses.agreement_test import (
     EVERY,
-    FAST_COMPILE,
     RTOL,
     Case,
     assert_agrees,
@@ -133,7 +133,7 @@ def test_valid_positions_first_skips_the_empty_chunks(monkeypatch, implementatio
         projected.clear()
         execution = chunks_of(4, case, implementation, valid_first=valid_first)
         call = partial(function, *case, execution=execution)
-        jax.block_until_ready(jax.jit(call, compiler_options=FAST_COMPILE)())
+        jax.block_until_ready(jax.jit(call, compiler_options=QUICK_COMPILE)())
         jax.effects_barrier()
         assert len(projected) == chunks
 
