@@ -21,7 +21,7 @@ def derived(config: Config, name: str) -> Config:
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
     train, loss = config.train, config.loss
-    micro = train.micro_batch_size or train.batch_size
+    micro = train.rows_per_micro_batch
     if train.batch_size % micro:
         raise UserError(
             f"expected train.micro_batch_size to divide train.batch_size {train.batch_size}, "

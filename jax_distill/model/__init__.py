@@ -4,7 +4,7 @@ from jax_distill.attention import ATTENTION_IMPLEMENTATIONS, Implementation
 from jax_distill.model.configuration import LAYER_TYPES, ModelConfig, RopeConfig
 from jax_distill.model.decoder import REMAT, Decoder, Output
 from jax_distill.model.experts import ExpertsImplementation, RouterLoad
-from jax_distill.model.layers import Aux
+from jax_distill.model.layers import Aux, LayerInputs
 from jax_distill.model.size import abstract_parameters, count_parameters, train_flops_per_token
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Decoder",
     "ExpertsImplementation",
     "Implementation",
+    "LayerInputs",
     "ModelConfig",
     "Output",
     "RopeConfig",
