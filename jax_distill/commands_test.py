@@ -28,6 +28,7 @@ ROW = {
     "cross_entropy": 4.0,
     "perplexity": 54.6,
     "top1_agreement": 0.5,
+    "acceptance_rate": 0.7,
     "calibration_error": 0.1,
 }
 

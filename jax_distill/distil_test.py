@@ -119,11 +119,12 @@ def test_summary_has_every_promised_number(finished):
     assert list(rows) == ["teacher", "student_before", "student", "ce_baseline"]
     for row in rows.values():
         assert set(row) == {
-            *("kl", "cross_entropy", "perplexity", "top1_agreement", "calibration_error")
+            *("kl", "cross_entropy", "perplexity", "top1_agreement"),
+            *("acceptance_rate", "calibration_error"),
         }
         assert all(isinstance(value, float) for value in row.values())
     assert rows["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert rows["teacher"]["top1_agreement"] == 1
+    assert rows["teacher"]["top1_agreement"] == rows["teacher"]["acceptance_rate"] == 1
     assert rows["student"]["kl"] < rows["student_before"]["kl"]
     assert summary["tokens_trained"] == 6 * 16 * 24
     assert summary["student_parameters"] < summary["teacher_parameters"]

@@ -67,7 +67,8 @@ def compare(
 ) -> dict[str, dict[str, jax.Array]]:
     """Sums over the valid tokens of [B,T], per model: KL(teacher ‖ model) over the whole
     vocabulary, cross-entropy against the data (both nats), top-1 agreement with the teacher,
-    `miscalibration`; and `finite` [B]: whether every valid position's logits are finite.
+    acceptance_rate, `miscalibration`; and `finite` [B]: whether every valid position's logits are
+    finite.
 
     The teacher is among the models: its KL is 0, its cross-entropy is the bar.
     """
@@ -93,6 +94,7 @@ def compare(
             "kl": jnp.float32(0),
             "cross_entropy": jnp.sum(bar),
             "top1_agreement": tokens,
+            "acceptance_rate": tokens,
             "miscalibration": miscalibration(
                 any_student.teacher_confidence, any_student.teacher_correct, batch.mask
             ),
@@ -105,6 +107,7 @@ def compare(
             "kl": jnp.sum(found.kl),
             "cross_entropy": jnp.sum(found.cross_entropy),
             "top1_agreement": jnp.sum(found.top1_agreement),
+            "acceptance_rate": jnp.sum(found.acceptance_rate),
             "miscalibration": miscalibration(found.confidence, found.correct, batch.mask),
             "finite": jnp.all(finite | ~teacher_finite, axis=1),
         }
@@ -140,8 +143,8 @@ def test_table(
     chunk_size: int,
     mesh: Mesh | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement; and
-    the calibration_error (`cache.table_of`).
+    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement,
+    acceptance_rate (`FullTokenValues`); and the calibration_error (`cache.table_of`).
 
     students: one at least. mesh: where the models lie; the rows are split over it, so many at a
     time that its devices get equal parts.
@@ -197,8 +200,11 @@ def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
     """The table as people read it."""
     shown = Table(title="test table: KL over the whole vocabulary, temperature 1")
     shown.add_column("model")
-    # In two lines each: 80 characters hold the table.
-    heads = "KL to/teacher", "cross-/entropy", "perplexity", "top-1/agreement", "calibration/error"
+    # In three lines each: 80 characters hold the table.
+    heads = (
+        *("KL to/teacher", "cross-/entropy", "per-/plexity", "top-1/agree-/ment"),
+        *("accept-/ance/rate", "calibra-/tion/error"),
+    )
     for head in (words.replace("/", "\n") for words in heads):
         shown.add_column(head, justify="right")
     for name, row in table.items():
@@ -208,6 +214,7 @@ def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
             f"{row['cross_entropy']:.4f}",
             f"{row['perplexity']:.2f}",
             f"{row['top1_agreement']:.3f}",
+            f"{row['acceptance_rate']:.3f}",
             f"{row['calibration_error']:.4f}",
         )
     console.print(shown)

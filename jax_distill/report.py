@@ -37,6 +37,14 @@ CURVES = {
 }
 
 COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
+TEST_TABLE = {
+    "kl": "KL to teacher",
+    "cross_entropy": "cross-entropy",
+    "perplexity": "perplexity",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_rate": "acceptance rate",
+    "calibration_error": "calibration error",
+}
 EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
 
 CONFIGURATION = "the configuration of the run"  # what messages call config.yaml
@@ -271,11 +279,10 @@ def _facts(
 def _test_table_html(table: Mapping[str, Mapping[str, float]], words: str) -> str:
     if not table:
         return ""
-    keys = ("kl", "cross_entropy", "perplexity", "top1_agreement", "calibration_error")
-    head = ["test table", "KL to teacher", "cross-entropy", "perplexity", "top-1 agreement"]
-    head.append("calibration error")
+    head = ["test table", *TEST_TABLE.values()]
     rows = [
-        [model_name(name), *(_number(row.get(key)) for key in keys)] for name, row in table.items()
+        [model_name(name), *(_number(row.get(key)) for key in TEST_TABLE)]
+        for name, row in table.items()
     ]
     return f"{_table_html(head, rows)}<p>{words}</p>"
 
