@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import html
 import json
 import os
 import shutil
@@ -137,6 +138,14 @@ def test_the_run_folder_is_whole(finished):
     assert set(expected.split()) <= names
     report = (finished / "report.html").read_text()
     assert "data:image/png;base64," in report and "http" not in report
+    samples = json.loads((finished / "summary.json").read_text())["samples"]
+    assert len(samples) == 2
+    for sample in samples:
+        texts = sample["continuations"]
+        models = ["teacher", "student_before", "student", "ce_baseline"]
+        assert list(texts) == ["the text itself", *models] and all(texts.values())
+        for text in (sample["prompt"], *texts.values()):
+            assert f"<td>{html.escape(text)}</td>" in report
     steps = [record["step"] for record in read_metrics(finished / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5, 6]
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jax_distill import hf
-from jax_distill.base.command import CommandLine, above_zero, run_command
+from jax_distill.base.command import CommandLine, above_zero, at_least_zero, run_command
 from jax_distill.base.console import console, progress, say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.files import check_new_file, find_path, write_json
@@ -33,6 +33,7 @@ from jax_distill.losses import Head, full_token_values
 from jax_distill.model import Decoder
 from jax_distill.model_folder import model_name
 from jax_distill.objective import Execution
+from jax_distill.samples import Words, continuations, print_samples
 from jax_distill.sharding import row_shards, shard_batch
 
 
@@ -267,7 +268,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch_size", type=above_zero, default=8)
     parser.add_argument("--chunk_size", type=above_zero, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--json", help="write the table here, too")
+    parser.add_argument("--samples", type=at_least_zero, default=2, help="documents to continue")
+    parser.add_argument("--sample_tokens", type=above_zero, default=32)
+    parser.add_argument("--json", help="write the table and the samples here, too")
     options = parser.parse_args(argv)
     check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
@@ -287,8 +290,9 @@ def main(argv: Sequence[str]) -> None:
     if len({"teacher", *names}) <= len(names):  # two alike, or one like the teacher's line
         names = [f"student {path}" for path in options.student]
     students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
+    teacher = load(options.teacher)
     table = test_table(
-        load(options.teacher),
+        teacher,
         students,
         cache,
         rows,
@@ -296,8 +300,17 @@ def main(argv: Sequence[str]) -> None:
         chunk_size=options.chunk_size,
     )
     print_table(table)
+    written = continuations(
+        {"teacher": teacher, **students},
+        cache,
+        rows,
+        Words(hf.local_folder(find_path(options.teacher))),
+        count=options.samples,
+        new_tokens=options.sample_tokens,
+    )
+    print_samples(written)
     if options.json:
-        write_json(Path(options.json), table)
+        write_json(Path(options.json), {"test": table, "samples": written})
         say(f"wrote {options.json}")
 
 
