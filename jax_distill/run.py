@@ -58,6 +58,8 @@ FREE_FIELDS = (
     "train.ce_baseline",
     "teacher.batch_size",
     "teacher.beyond_context",
+    "evaluate.samples",
+    "evaluate.sample_tokens",
 )
 LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 

@@ -205,14 +205,16 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         loss.gradient_chunks
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
-        train.save_every train.keep train.ce_baseline_learning_rate""",
+        train.save_every train.keep train.ce_baseline_learning_rate
+        evaluate.sample_tokens""",
     ),
     (
         lambda x: x >= 0,
         "of at least 0",
         """loss.kl_weight loss.ce_weight loss.z_loss_weight loss.router_weight
         loss.hidden_weight cache.hidden_layers
-        optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay""",
+        optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay
+        evaluate.samples""",
     ),
     (lambda x: x >= 2, "of at least 2", "data.sequence_length"),
     (lambda x: 0 <= x < 1, "in [0, 1)", "data.heldout_fraction optimizer.b1 optimizer.b2"),

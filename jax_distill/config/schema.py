@@ -327,6 +327,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """What a finished run shows beside its test table.
+
+    Attributes:
+        samples: beginnings of held-out documents that teacher and students continue, side by side
+            in the log, summary.json and report.html; 0: none.
+        sample_tokens: how many tokens each writes.
+    """
+
+    samples: int = 2
+    sample_tokens: int = 32
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """Devices. −1 takes as many as there are.
 
@@ -363,6 +377,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     mesh: MeshConfig = MeshConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
 
 def without_teacher(config: Config) -> Config:

@@ -59,6 +59,7 @@ def test_values_of_two_students_are_those_of_float64(temperature):
             "correct": q_one.argmax(axis=-1) == label[..., 0],
             "teacher_confidence": np.exp(at_one.max(axis=-1)),
             "teacher_correct": at_one.argmax(axis=-1) == label[..., 0],
+            "acceptance_rate": np.minimum(np.exp(at_one), np.exp(q_one)).sum(axis=-1),
         }
         # A logit is a sum of D ≤ 8 products and as exact as D·ε/2 of their sizes; a log-probability
         # is a logit minus a logsumexp; the KL is their mean.
