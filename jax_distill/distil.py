@@ -9,7 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_distill import doctor, evaluate, export, hf, loop, sharding, student, teacher, verify
+from jax_distill import (
+    doctor,
+    evaluate,
+    export,
+    hf,
+    loop,
+    processes,
+    sharding,
+    student,
+    teacher,
+    verify,
+)
 from jax_distill.attention import default_attention
 from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
@@ -219,8 +230,9 @@ def main(config: Config) -> None:
     """Train as configured."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache_folder() / "xla"))
-    mesh = sharding.make_mesh(**config.mesh.axes)
-    sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
-    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
-    with Run(config, backend="jax") as run:
-        distil(config, run, mesh)
+    with processes.started(**config.mesh.processes):
+        mesh = sharding.make_mesh(**config.mesh.axes)
+        sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
+        sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+        with Run(config, backend="jax") as run:
+            distil(config, run, mesh)

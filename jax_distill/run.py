@@ -58,6 +58,14 @@ FREE_FIELDS = (
     "train.ce_baseline",
     "teacher.batch_size",
     "teacher.beyond_context",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.expert",
+    "mesh.tensor",
+    "mesh.coordinator_address",
+    "mesh.num_processes",
+    "mesh.process_id",
+    "mesh.heartbeat_seconds",
 )
 LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 

@@ -160,8 +160,3 @@ def shard_batch(mesh: Mesh, batch: Batch, *, leading: int = 0) -> Batch:
     """A numpy batch on the devices: the one boundary where cache arrays leave numpy."""
     sharding = batch_sharding(mesh, leading=leading)
     return batch.map(lambda x: jax.device_put(x, sharding))
-
-
-def is_primary_process() -> bool:
-    """Whether this process reports, exports and writes the run folder: the first one does."""
-    return jax.process_index() == 0

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_distill import data, hf, sharding
+from jax_distill import data, hf, processes, sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.files import find_path
@@ -322,4 +322,5 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
 
 def main(config: Config) -> None:
     """Write the caches of a configuration; `python -m jax_distill.teacher` is this."""
-    write_caches(config)
+    with processes.started(**config.mesh.processes):
+        write_caches(config)
