@@ -10,12 +10,16 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_distill.base.console import Stopped, console
 from jax_distill.base.errors import RunError, UserError, one_line
@@ -146,6 +150,49 @@ def from_primary(make: Callable[[], T]) -> T:
     if "value" not in found:
         raise UserError(found["user"]) if "user" in found else RunError(found["run"])
     return found["value"]
+
+
+def primary_first(make: Callable[[], T]) -> T:
+    """What `make` returns, called by the first process, and by the others once it has returned
+    there: it may leave files that they find."""
+    made: list[T] = []
+    from_primary(lambda: made.append(make()))
+    return made[0] if made else make()
+
+
+class StopVotes:
+    """Whether the loop stops after a step: the name of the signal that has come, or "". Of several
+    processes a signal to any of them stops all after the same step."""
+
+    def __init__(self) -> None:
+        self._before: jax.Array | None = None
+
+    def after_step(self, received: str) -> str:
+        """Call once a step. Of several, what had come a step ago: so much is known without waiting
+        for the devices."""
+        if not is_several():
+            return received
+        before, self._before = self._before, _largest(received)
+        return "" if before is None else _name(before)
+
+    def at_end(self, received: str) -> str:
+        """What has come by now."""
+        return _name(_largest(received)) if is_several() else received
+
+
+def _largest(received: str) -> jax.Array:
+    """The largest number of the signals named by all processes, 0 for ""; on its way."""
+    number = int(signal.Signals[received]) if received else 0
+    everywhere = Mesh(np.array(jax.devices()), ("device",))
+    own = np.full(jax.local_device_count(), number, np.int32)
+    split = NamedSharding(everywhere, PartitionSpec("device"))
+    numbers = jax.make_array_from_process_local_data(split, own)
+    return jax.jit(jnp.max, out_shardings=NamedSharding(everywhere, PartitionSpec()))(numbers)
+
+
+def _name(number: jax.Array) -> str:
+    value = int(np.asarray(number))
+    return signal.Signals(value).name if value else ""
 
 
 def wait_for_all() -> None:

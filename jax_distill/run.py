@@ -228,8 +228,9 @@ class Metrics:
 class Run:
     """The run folder, opened by one process. Use as a context manager."""
 
-    def __init__(self, config: Config, *, backend: str) -> None:
-        """Create or reopen `config.output_dir`.
+    def __init__(self, config: Config, *, backend: str, is_writer: bool = True) -> None:
+        """Create or reopen `config.output_dir`. Of several processes of a run one `is_writer`; the
+        others look at what is there.
 
         Raises:
             UserError: another process has it, or it was begun with another configuration or by the
@@ -237,6 +238,9 @@ class Run:
         """
         self.path = Path(config.output_dir)
         self.started = time.time()
+        self._is_writer = is_writer
+        if not is_writer:
+            return
         self._lock = Lock(self.path / ".lock", f"output_dir {self.path}")
         try:
             self._before = read_run_manifest(self.path)
@@ -272,6 +276,8 @@ class Run:
         Raises:
             UserError: there are checkpoints of training on other rows or targets.
         """
+        if not self._is_writer:
+            return
         before = self._before.get("cache")
         if self.trained and before not in (None, fingerprint):
             raise UserError(
@@ -332,7 +338,8 @@ class Run:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._lock.release()
+        if self._is_writer:
+            self._lock.release()
 
 
 def _same_place(key: str, old: Any, new: Any) -> bool:

@@ -272,13 +272,16 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             `write_cache`.
         RunError: a cache is damaged.
     """
-    plan = _plan(config)
+    plan = processes.primary_first(lambda: _plan(config))
     paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
-    finished = {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+    finished = processes.primary_first(
+        lambda: {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+    )
+    processes.wait_for_all()
     train, heldout = finished.values()
     if train and heldout:
         for cache in (train, heldout):
-            cache.require_complete()
+            processes.from_primary(cache.require_complete)
         say(f"cache: {config.cache.path} is there, {train.tokens:,} tokens to train on")
         return train, heldout
     Location(config.cache.path).check_writable()
@@ -311,7 +314,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             batch_size=config.teacher.batch_size,
             chunk_size=config.loss.chunk_size,
         )
-        cache.require_complete()
+        processes.from_primary(cache.require_complete)
         say(
             f"cache: {cache.path} holds {cache.tokens:,} tokens in {format_bytes(cache.nbytes)}, "
             f"{cache.nbytes / max(cache.tokens, 1):.1f} bytes a token"
