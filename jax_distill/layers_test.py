@@ -13,7 +13,7 @@ LAYERS = (
     ("train",),
     ("run", "model_folder", "data", "synthetic"),
     ("cache", "packing"),
-    ("hidden_layers", "compare"),
+    ("hidden_layers", "compare", "processes"),
     ("devices", "sharding", "attention", "losses"),
     ("model",),
     ("hf", "targets"),

@@ -7,7 +7,7 @@ index of the stacked leaf. Layouts are HF's own, so nothing is transposed.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from jax_distill.model import (
     ModelConfig,
     abstract_parameters,
 )
+from jax_distill.sharding import to_host
 
 # Buffers that old checkpoints stored and every reader recomputes.
 DEAD_KEYS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -308,6 +309,19 @@ def _all_finite(values: np.ndarray, block: int = 2**20) -> bool:
     return all(not ((flat[i : i + block] & infinity) == infinity).any() for i in starts)
 
 
+def _whole(values: Mapping[ParameterPath, jax.Array], slot: Slot) -> np.ndarray:
+    """A tensor on the host; of one whose parts several processes have, all must ask for it."""
+    leaf = values[slot.path]
+    return to_host(leaf if slot.layer is None else leaf[slot.layer])
+
+
+def send_weights(params: Decoder) -> None:
+    """What the other processes do while the first one calls `save_weights`: give it their parts."""
+    values = {p: v.get_value() for p, v in nnx.to_flat_state(nnx.state(params, nnx.Param))}
+    for slot in weight_table(params.config).values():
+        _whole(values, slot)
+
+
 def save_weights(
     folder: str | Path,
     params: Decoder | nnx.State,
@@ -329,8 +343,7 @@ def save_weights(
     dtype = np.dtype(dtype or next(iter(values.values())).dtype)
 
     def tensor(key: str) -> np.ndarray:
-        leaf, layer = values[table[key].path], table[key].layer
-        return np.asarray(leaf if layer is None else leaf[layer]).astype(dtype, copy=False)
+        return _whole(values, table[key]).astype(dtype, copy=False)
 
     shapes = {key: slot.shape for key, slot in table.items()}
     return write_tensors(
