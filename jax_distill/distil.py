@@ -33,6 +33,7 @@ from jax_distill.hidden_layers import with_pairs
 from jax_distill.model import Decoder, count_parameters
 from jax_distill.model_folder import model_card
 from jax_distill.run import Run
+from jax_distill.teacher import load_teacher
 
 
 def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
@@ -47,21 +48,6 @@ def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
         shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
         row_sharding=sharding.batch_sharding(mesh),
         seed=config.seed,
-    )
-
-
-def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
-    """The teacher in its own dtype, as the cache was made with it."""
-    dtype = jnp.dtype(config.teacher.dtype)
-    return hf.load_model(
-        folder,
-        param_dtype=dtype,
-        compute_dtype=dtype,
-        attention=config.train.attention_implementation,
-        experts=config.train.experts,
-        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
-        row_sharding=sharding.batch_sharding(mesh),
-        packed_experts=config.teacher.packed_experts,
     )
 
 
