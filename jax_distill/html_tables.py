@@ -38,3 +38,28 @@ def samples_html(samples: Sequence[Mapping[str, Any]]) -> str:
     head = ["prompt", *map(model_name, names)]
     table = table_html(head, rows, kind="text")
     return f'<h2>Samples</h2><div class="wide">{table}</div><p>Greedy, from held-out text.</p>'
+
+
+def disagreements_html(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Where the student is furthest from the teacher; nothing where that is not known."""
+    if not entries:
+        return ""
+    head = ["the text up to there", "its next token", "teacher", "student", "KL"]
+    rows = [
+        [
+            each["context"],
+            repr(each["next"]),
+            *(tokens_as_text(each[key]) for key in ("teacher", "student")),
+            as_text(each["kl"]),
+        ]
+        for each in entries
+    ]
+    table = table_html(head, rows, kind="text")
+    words = "The positions of the test table with the largest KL(teacher ‖ student), nats, and the "
+    words += "most likely tokens there."
+    return f'<h2>Largest disagreements</h2><div class="wide">{table}</div><p>{words}</p>'
+
+
+def tokens_as_text(tokens: Sequence[Sequence[Any]]) -> str:
+    """`' a' 0.91, ' the' 0.03`: in quotes, so that spaces show."""
+    return ", ".join(f"{text!r} {p:.2f}" for text, p in tokens)

@@ -18,7 +18,7 @@ LAYERS = (
     ("model",),
     ("hf", "targets"),
     ("training", "teacher"),
-    ("verify", "student", "samples", "html_tables"),
+    ("verify", "student", "samples", "disagreements", "html_tables"),
     ("evaluate", "report"),
     ("export", "audit", "loop", "doctor"),
     ("fit",),

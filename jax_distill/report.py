@@ -23,7 +23,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache.manifest import differences as changed_values
 from jax_distill.config import read_mapping
-from jax_distill.html_tables import as_text, samples_html, table_html
+from jax_distill.html_tables import as_text, disagreements_html, samples_html, table_html
 from jax_distill.model_folder import CE_ONLY, model_name
 from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
@@ -256,6 +256,7 @@ img {{ max-width: 100% }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x:
 <img alt="curves" src="data:image/png;base64,{picture}">
 <p>{words["curves"]}</p>
 {samples_html(summary.get("samples") or [])}
+{disagreements_html((summary.get("disagreements") or {}).get("student") or [])}
 {table_html(["", "value"], [[key, as_text(value)] for key, value in facts.items()])}
 <h2>Configuration</h2><pre>{html.escape(config_file.read_text("utf-8"))}</pre>
 </body></html>
