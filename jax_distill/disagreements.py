@@ -108,4 +108,4 @@ def print_disagreements(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Non
         for entry in entries:
             say(f"  {entry['kl']:.2f} nats after {entry['context']!r}, then {entry['next']!r}")
             for key in ("teacher", "student"):
-                say(f"    {key}: {tokens_as_text(entry[key])}")
+                say(f"    {key}: {', '.join(tokens_as_text(entry[key]))}")
