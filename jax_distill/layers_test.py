@@ -16,7 +16,7 @@ LAYERS = (
     ("hidden_layers",),
     ("devices", "sharding", "attention", "losses"),
     ("model",),
-    ("hf", "targets"),
+    ("hf", "targets", "importance"),
     ("training", "teacher"),
     ("verify", "student", "samples", "disagreements", "html_tables"),
     ("evaluate", "report"),
