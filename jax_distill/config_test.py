@@ -21,6 +21,7 @@ from jax_distill.objective import Execution, Objective
 
 ROOT = Path(__file__).parent
 BASE = "teacher: {path: t}\nstudent: {from_teacher: {layers: [0, 5]}}\n"
+TWO = ["--mesh.coordinator_address", "localhost:8476", "--mesh.num_processes", "2"]
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -78,6 +79,11 @@ def test_config_file_is_applied_first_wherever_it_stands(tmp_path):
         (["--train.profile_steps", "[4,2]"], r"0 <= first < last, got \[4, 2\]"),
         (["--mesh.fsdp", "0"], "mesh.fsdp above 0, or -1 .*, got 0"),
         (["--mesh.data", "-2"], "mesh.data above 0, or -1 .*, got -2"),
+        (["--mesh.num_processes", "2"], "mesh.coordinator_address with mesh.num_processes 2"),
+        (["--mesh.process_id", "0"], "coordinator_address with .*process_id 0, got none"),
+        (["--mesh.coordinator_address", "node1"], "as host:port or auto, got 'node1'"),
+        ([*TWO, "--mesh.process_id", "2"], "mesh.process_id from 0 to 1, .*, got 2"),
+        (["--mesh.heartbeat_seconds", "0"], "mesh.heartbeat_seconds above 0, got 0"),
         (["--optimizer.warmup_steps", "-3"], "warmup_steps of at least 0, got -3"),
         (["--optimizer.clip_norm", "0"], "clip_norm above 0, got 0"),
         (["--optimizer.b1", "1.5"], r"b1 in \[0, 1\), got 1.5"),

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_distill.base.console import say
 from jax_distill.batch import Batch
+from jax_distill.cache import Cache
 from jax_distill.html_tables import tokens_as_text
 from jax_distill.losses import Head
 from jax_distill.losses.head import head_matmul
@@ -22,6 +23,8 @@ from jax_distill.samples import Words
 POSITIONS = 8
 TOKENS = 4
 CONTEXT_TOKENS = 16
+Tops = dict[str, tuple[Any, Any]]
+"""By "teacher" and "student": the ids and probabilities [k] of their most likely tokens."""
 
 
 class Furthest(NamedTuple):
@@ -60,45 +63,46 @@ def furthest_positions(
 class Disagreements:
     """The positions of largest KL of all batches so far, by student."""
 
-    def __init__(self, words: Words, *, count: int = POSITIONS):
-        self._words, self.count = words, count
-        self._kept: dict[str, list[tuple[float, int, int, dict[str, Any]]]] = {}
+    def __init__(self, words: Words, cache: Cache, *, count: int = POSITIONS):
+        self._words, self._cache, self.count = words, cache, count
+        self._kept: dict[str, list[tuple[float, int, int, Tops]]] = {}
 
-    def add(self, name: str, rows: np.ndarray, batch: Batch, found: Furthest) -> None:
-        """What a batch of these rows of a cache, [B] of them at most, has for a student."""
+    def add(self, name: str, rows: np.ndarray, found: Furthest) -> None:
+        """What a student's batch of these rows of the cache has, [B] of them at most; numpy."""
         kept = self._kept.setdefault(name, [])
         for number, (kl, where) in enumerate(zip(found.kl, found.where, strict=True)):
-            if not kl > 0:  # masked, or there is no difference
-                continue
-            index, position = divmod(int(where), batch.tokens.shape[1])
-            entry = {
-                "kl": float(kl),
-                "row": int(rows[index]),
-                "position": position,
-                "context": self._words.text(_context(batch, index, position)),
-                "next": self._words.text(batch.labels[index, position, None]),
-                "teacher": self._tokens(found.teacher_ids, found.teacher_probabilities, number),
-                "student": self._tokens(found.student_ids, found.student_probabilities, number),
-            }
-            kept.append((float(kl), -entry["row"], -position, entry))
+            if kl > 0:  # else it is masked, or there is no difference
+                index, position = divmod(int(where), self._cache.sequence_length)
+                tops = {
+                    "teacher": (found.teacher_ids[number], found.teacher_probabilities[number]),
+                    "student": (found.student_ids[number], found.student_probabilities[number]),
+                }
+                kept.append((float(kl), -int(rows[index]), -position, tops))
         self._kept[name] = heapq.nlargest(self.count, kept, key=lambda item: item[:3])
-
-    def _tokens(self, ids: Any, probabilities: Any, number: int) -> list[tuple[str, float]]:
-        pairs = zip(np.asarray(ids)[number, :, None], probabilities[number], strict=True)
-        return [(self._words.text(token), float(p)) for token, p in pairs]
 
     def found(self) -> dict[str, list[dict[str, Any]]]:
         """By student, largest KL first: kl (nats), row and position in the cache, `context` (the
         text up to there), `next` (the text's own next token), and the most likely tokens with their
         probabilities of `teacher` and `student`."""
-        return {name: [item[3] for item in kept] for name, kept in self._kept.items()}
+        return {name: [self._in_words(*item) for item in kept] for name, kept in self._kept.items()}
+
+    def _in_words(self, kl: float, row: int, position: int, tops: Tops) -> dict[str, Any]:
+        row, position, text = -row, -position, self._words.text
+        batch = self._cache.read([row], targets=False)
+        entry: dict[str, Any] = {"kl": kl, "row": row, "position": position}
+        entry |= {"context": text(_context(batch, position))}
+        entry |= {"next": text(batch.labels[0, position, None])}
+        for name, (ids, probabilities) in tops.items():
+            pairs = zip(np.asarray(ids)[:, None], probabilities, strict=True)
+            entry[name] = [(text(token), float(p)) for token, p in pairs]
+        return entry
 
 
-def _context(batch: Batch, row: int, position: int) -> np.ndarray:
-    """The last tokens of the document up to a position, at most CONTEXT_TOKENS."""
-    first = max(position + 1 - CONTEXT_TOKENS, 0)
-    own = batch.segment_ids[row, first : position + 1] == batch.segment_ids[row, position]
-    return batch.tokens[row, first : position + 1][own]
+def _context(batch: Batch, position: int) -> np.ndarray:
+    """The last tokens of the document up to a position of one row, at most CONTEXT_TOKENS."""
+    part = slice(max(position + 1 - CONTEXT_TOKENS, 0), position + 1)
+    own = batch.segment_ids[0, part] == batch.segment_ids[0, position]
+    return batch.tokens[0, part][own]
 
 
 def print_disagreements(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

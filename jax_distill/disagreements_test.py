@@ -30,7 +30,7 @@ def test_the_furthest_positions_are_those_of_a_search_in_float64(cache, capsys):
     """Batches of 4, the last one padded; head rows beyond the vocabulary do not count."""
     models = {"teacher": random_model(0), "a": random_model(1), "b": random_model(0)}
     rows = np.arange(1, 10)
-    collected = Disagreements(Words(None), count=COUNT)
+    collected = Disagreements(Words(None), cache, count=COUNT)
     students = {name: models[name] for name in "ab"}
     evaluate.test_table(
         models["teacher"], students, cache, rows,

@@ -15,6 +15,7 @@ from jax_distill import (
     export,
     hf,
     loop,
+    processes,
     samples,
     sharding,
     student,
@@ -121,7 +122,7 @@ def final_evaluation(
     teacher_model = load_teacher(teacher_folder, config, mesh)
     students = {"student_before": load_on_mesh(start, config, mesh), **models}
     rows = evaluate.table_rows(cache)
-    disagreements = Disagreements(words)
+    disagreements = Disagreements(words, cache)
     table = evaluate.test_table(
         teacher_model,
         students,
@@ -149,8 +150,13 @@ def final_evaluation(
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
     """The whole job in order; what is on disk already is not made again."""
     # 1. The models' files; does this machine compute right? Then the cache: the teacher runs once.
-    teacher_files, teacher_folder = teacher.teacher_folders(config)
-    start, folder = student.prepare(config, run.path, teacher_files, trained=run.trained)
+    teacher_files, teacher_folder = processes.primary_first(lambda: teacher.teacher_folders(config))
+    trained = run.trained
+
+    def prepare() -> list[str]:
+        return [*map(str, student.prepare(config, run.path, teacher_files, trained=trained))]
+
+    start, folder = map(Path, processes.from_primary(prepare))
     architecture = hf.model_config(hf.read_config(folder))
     models_run = [(architecture, config.train.compute_dtype)]
     depth = None
@@ -183,7 +189,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     live = None
     if config.teacher.is_live:
         live = live_teacher(config, teacher_folder, vocab_size, train_cache, mesh)
-    elif teacher_folder and config.loss.reads_teacher and not run.trained:
+    elif teacher_folder and config.loss.reads_teacher and not trained:
         say(f"cache check: {teacher_folder} over rows of {train_cache.path}")
         check_train_cache(config, teacher_folder, train_cache, mesh)
 
@@ -224,6 +230,10 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         say(f"test table: {len(models) + 2} models over {rows:,} rows of {heldout_cache.path}")
         words = samples.Words(folder)
         found = final_evaluation(config, teacher_folder, start, models, heldout_cache, mesh, words)
+    if not processes.is_primary_process():
+        hf.send_weights(model)
+        processes.wait_for_all()
+        return
     summary = loop.summary_of(
         run,
         config,
@@ -243,14 +253,17 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         run.path / "export", model, student=folder, dtype=config.train.param_dtype, card=card
     )
     loop.finish(run, summary)
+    processes.wait_for_all()
 
 
 def main(config: Config) -> None:
     """Train as configured."""
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(user_cache_folder() / "xla"))
-    mesh = sharding.make_mesh(**config.mesh.axes)
-    sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
-    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
-    with Run(config, backend="jax") as run:
-        distil(config, run, mesh)
+    with processes.started(**config.mesh.processes):
+        mesh = sharding.make_mesh(**config.mesh.axes)
+        sharding.check_rows(mesh, config.train.rows_per_micro_batch, "train.micro_batch_size")
+        sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+        own: dict[str, Any] = {"backend": "jax", "is_writer": processes.is_primary_process()}
+        with processes.primary_first(lambda: Run(config, **own)) as run:
+            distil(config, run, mesh)

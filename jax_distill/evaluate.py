@@ -35,16 +35,19 @@ from jax_distill.model import Decoder
 from jax_distill.model_folder import model_name
 from jax_distill.objective import Execution
 from jax_distill.samples import Words, continuations, print_samples
-from jax_distill.sharding import row_shards, shard_batch
+from jax_distill.sharding import own_rows, row_shards, shard_batch, to_host
 
 
-def padded_batches(cache: Cache, rows: np.ndarray, batch_size: int, **read: Any) -> Iterator[Batch]:
+def padded_batches(
+    cache: Cache, rows: np.ndarray, batch_size: int, *, mesh: Mesh | None = None, **read: Any
+) -> Iterator[Batch]:
     """The rows in batches of one shape; what the last lacks is repeated as padding, that routers do
-    not count either."""
+    not count either. mesh: of each batch only this process's rows."""
+    own = np.arange(batch_size) if mesh is None else own_rows(mesh, batch_size)
     for first in range(0, len(rows), batch_size):
         chosen = rows[first : first + batch_size]
-        batch = cache.read(np.resize(chosen, batch_size), **read)
-        real = (np.arange(batch_size) < len(chosen))[:, None]
+        batch = cache.read(np.resize(chosen, batch_size)[own], **read)
+        real = (own < len(chosen))[:, None]
         segment_ids = np.where(real, batch.segment_ids, 0)
         yield dataclasses.replace(batch, mask=batch.mask & real, segment_ids=segment_ids)
 
@@ -171,11 +174,10 @@ def test_table(
     total: Any = None
     tokens = 0
     size = shared(batch_size, mesh)
-    batches = padded_batches(cache, rows, size, targets=False)
+    batches = padded_batches(cache, rows, size, mesh=mesh, targets=False)
     shown = progress(batches, "test table", total=-(-len(rows) // size))
     for number, batch in enumerate(shown):
         chosen = rows[number * size :][:size]
-        tokens += int(batch.mask.sum())
         on_device = compare(
             teacher,
             dict(students),
@@ -184,11 +186,12 @@ def test_table(
             execution=execution,
             positions=disagreements.count if disagreements else 0,
         )
-        sums = jax.device_get(on_device)
+        sums = to_host(on_device)
+        tokens += int(sums["teacher"]["top1_agreement"])
         for name in ("teacher", *students):
             _check_finite(sums[name].pop("finite")[: len(chosen)], name, cache, chosen)
             if disagreements and name in students:
-                disagreements.add(name, chosen, batch, sums[name].pop("furthest"))
+                disagreements.add(name, chosen, sums[name].pop("furthest"))
         sums = jax.tree.map(np.float64, sums)
         total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
     # JAX sorts the keys of a dictionary; the order given is the order people read.
@@ -304,7 +307,7 @@ def main(argv: Sequence[str]) -> None:
     students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
     teacher = load(options.teacher)
     words = Words(hf.local_folder(find_path(options.teacher)))
-    disagreements = Disagreements(words)
+    disagreements = Disagreements(words, cache)
     table = test_table(
         teacher,
         students,

@@ -6,6 +6,7 @@ step's own numbers are read first: what is saved has been found finite.
 """
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -15,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_distill import evaluate, loop, sharding
+from jax_distill import evaluate, loop, processes, sharding
 from jax_distill.base.console import StepProgress, StopSignal, say
 from jax_distill.base.process import peak_host_bytes
 from jax_distill.batch import Batch
@@ -41,7 +42,7 @@ def validation_means(
     """The training objective on the validation rows, per valid token."""
     total = None
     rows, size = evaluate.validation_rows(cache), config.train.rows_per_micro_batch
-    for batch in evaluate.padded_batches(cache, rows, size, **reader_options(config)):
+    for batch in evaluate.padded_batches(cache, rows, size, mesh=mesh, **reader_options(config)):
         sums = programs.eval_step(params, sharding.shard_batch(mesh, batch), programs.teacher)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     values = to_host(total.metrics()) if total else {}
@@ -64,7 +65,8 @@ class Trace:
 
     def before(self, index: int) -> None:
         """`index` steps are done, the next one begins."""
-        if self._first <= index < self._last and not self._running:
+        mine = self._first <= index < self._last and processes.is_primary_process()
+        if mine and not self._running:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
@@ -99,9 +101,14 @@ def begin(
 ) -> tuple[int, TrainState]:
     """How many steps are done, and the state after them: of the newest checkpoint or of
     `resume_step`, the weights of `model` being freed; after none, of `model`."""
-    first = loop.first_step(saved, steps=steps, resume_step=resume_step)
-    saves = loop.saves(config.train, first=first, steps=steps)
-    saved.check_room(programs.state_bytes(), saves, runs=runs)
+
+    def first_step() -> int:
+        first = loop.first_step(saved, steps=steps, resume_step=resume_step)
+        saves = loop.saves(config.train, first=first, steps=steps)
+        saved.check_room(programs.state_bytes(), saves, runs=runs)
+        return first
+
+    first = processes.from_primary(first_step)
     if not first:
         offload = config.optimizer.offload
         return 0, make_state(model, programs.optimizer, mesh, offload=offload)[1]
@@ -113,7 +120,7 @@ def begin(
     if resume_step is not None:
         saved.set_aside_after(first)
     say(f"{what}: resumed at step {first} of {steps}")
-    step = jax.device_put(jnp.int32(first), shapes.step.sharding)
+    step = jax.device_put(np.int32(first), shapes.step.sharding)
     return first, TrainState(step=step, **found)
 
 
@@ -138,7 +145,7 @@ class Steps:
         self._train_step, self._teacher = programs.train_step, programs.teacher
         self._program: Any = None
         self._tokens, self._flops = tokens, flops
-        self._device, self._devices = mesh.devices.flat[0], mesh.size
+        self._device, self._devices = mesh.local_devices[0], mesh.size
         self._peak_flops = peak_bf16_flops(self._device.device_kind)
         self._once: dict[str, float] = {}
         self._planned, self._clock = 0, time.perf_counter()
@@ -232,27 +239,27 @@ def fit(
     del model
     if not evaluate.validation_rows(caches[1]).size:
         say("no validation rows to choose by: the best checkpoint is the last")
-    metrics = Metrics(folder, resume_step=first)
+    metrics = Metrics(folder, resume_step=first) if processes.is_primary_process() else None
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
     trace = Trace(folder / "profile", train.profile_steps)
     run = Steps(programs, mesh, tokens=tokens, flops=flops)
 
     def log(done: Dispatched, values: dict[str, float]) -> None:
-        if loop.due(train, done.step, steps).log:
+        if metrics and loop.due(train, done.step, steps).log:
             metrics.log(done.step, values)
         progress.update(done.step, values["loss"])
 
     say(f"{what}: compiling the step")
-    with StopSignal() as stop, metrics, progress, saved, trace:
-        before = None
+    with StopSignal() as stop, metrics or nullcontext(), progress, saved, trace:
+        before, votes = None, processes.StopVotes()
         for index, rows, batch in batches(caches[0], config, mesh, first=first, steps=steps):
             trace.before(index)
             state, numbers = run.dispatch(state, batch)
             if before:
                 log(before, run.read(before, saved))
             before = now = Dispatched(index + 1, rows, numbers)
-            due = loop.due(train, now.step, steps)
-            if not (due.save or stop.received or trace.edge(now.step) or index == first):
+            due, stopping = loop.due(train, now.step, steps), votes.after_step(stop.received)
+            if not (due.save or stopping or trace.edge(now.step) or index == first):
                 continue
 
             before, values = None, run.read(now, saved)  # the state after it is needed
@@ -261,12 +268,14 @@ def fit(
                 values |= validation_means(programs, state.params, caches[1], config, mesh)
                 loop.check_validation(values, now.step, rows, saved)
             log(now, values)
-            stopping = stop.received  # read once: it may come between the save and the stop
+            # Read once: it may come between the save and the stop.
+            stopping = stopping if processes.is_several() else stop.received
             if due.save or stopping:
                 best_by = loop.best_by(values)
                 saved.save(now.step, state.params, state.opt_state, validation=best_by)
                 run.restart_clock()
             if stopping:
                 raise loop.stopped(stopping, what, now.step, steps)
+        stop.received = votes.at_end(stop.received)
         loop.check_stop(stop, what, steps)
     return without_projection(nnx.merge(programs.graphdef, state.params))

@@ -60,6 +60,14 @@ FREE_FIELDS = (
     "teacher.beyond_context",
     "evaluate.samples",
     "evaluate.sample_tokens",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.expert",
+    "mesh.tensor",
+    "mesh.coordinator_address",
+    "mesh.num_processes",
+    "mesh.process_id",
+    "mesh.heartbeat_seconds",
 )
 LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 
@@ -222,8 +230,9 @@ class Metrics:
 class Run:
     """The run folder, opened by one process. Use as a context manager."""
 
-    def __init__(self, config: Config, *, backend: str) -> None:
-        """Create or reopen `config.output_dir`.
+    def __init__(self, config: Config, *, backend: str, is_writer: bool = True) -> None:
+        """Create or reopen `config.output_dir`. Of several processes of a run one `is_writer`; the
+        others look at what is there.
 
         Raises:
             UserError: another process has it, or it was begun with another configuration or by the
@@ -231,6 +240,9 @@ class Run:
         """
         self.path = Path(config.output_dir)
         self.started = time.time()
+        self._is_writer = is_writer
+        if not is_writer:
+            return
         self._lock = Lock(self.path / ".lock", f"output_dir {self.path}")
         try:
             self._before = read_run_manifest(self.path)
@@ -266,6 +278,8 @@ class Run:
         Raises:
             UserError: there are checkpoints of training on other rows or targets.
         """
+        if not self._is_writer:
+            return
         before = self._before.get("cache")
         if self.trained and before not in (None, fingerprint):
             raise UserError(
@@ -326,7 +340,8 @@ class Run:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._lock.release()
+        if self._is_writer:
+            self._lock.release()
 
 
 def _same_place(key: str, old: Any, new: Any) -> bool:

@@ -8,11 +8,12 @@ moment is sharded as its parameter. On one device all of this is the identity.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_distill.base.errors import UserError
@@ -150,18 +151,94 @@ def check_rows(mesh: Mesh, rows: int, key: str) -> None:
         )
 
 
+def own_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """Which of `rows` rows, split by `batch_sharding`, this process's devices hold, ascending: all
+    of them where it is the only process."""
+    parts = batch_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    return np.unique(np.concatenate([np.arange(rows)[part] for part in parts if part is not None]))
+
+
+class RowShare(NamedTuple):
+    """Which of `parts` equal parts of a batch's rows a process holds, and whether it is the first
+    that holds it (of those whose devices split more than rows)."""
+
+    number: int
+    parts: int
+    is_first: bool
+
+
+def row_share(mesh: Mesh) -> RowShare:
+    """This process's part of every batch; raises as `share_of` does."""
+    shards = row_shards(mesh)
+    holds: dict[int, set[int]] = {}
+    devices: dict[Any, Any] = dict(batch_sharding(mesh).devices_indices_map((shards,)))
+    for device, index in devices.items():
+        holds.setdefault(device.process_index, set()).add(index[0].start or 0)
+    return share_of(holds, jax.process_index())
+
+
+def share_of(holds: Mapping[int, set[int]], process: int) -> RowShare:
+    """The part of `process`, of processes that hold these row shards.
+
+    Raises:
+        UserError: the shards of two processes overlap without being the same, or are not as many.
+    """
+    shares = sorted({tuple(sorted(shards)) for shards in holds.values()})
+    if sum(map(len, shares)) != len(set().union(*shares)) or len({*map(len, shares)}) > 1:
+        raise UserError(
+            f"expected {len(holds)} processes to hold equal parts of the rows, got "
+            f"{[sorted(shards) for shards in holds.values()]}; set mesh.tensor to what divides a "
+            "process's devices, or to a multiple of them"
+        )
+    first = min(other for other, shards in holds.items() if shards == holds[process])
+    share = shares.index(tuple(sorted(holds[process])))
+    return RowShare(share, len(shares), first == process)
+
+
+def _put(mesh: Mesh, sharding: NamedSharding, value: np.ndarray, axis: int) -> jax.Array:
+    """On the devices; along `axis` the rows are this process's own."""
+    if not mesh.is_multi_process:
+        return jax.device_put(value, sharding)
+    shards = row_shards(mesh)
+    own = len(own_rows(mesh, shards))
+    shape = (*value.shape[:axis], value.shape[axis] * shards // own, *value.shape[axis + 1 :])
+    return jax.make_array_from_process_local_data(sharding, value, shape)
+
+
 def shard_rows(mesh: Mesh, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Numpy arrays [B,..] on the devices, split by rows."""
+    """Numpy arrays [B,..] on the devices, split by rows; of several processes each gives its
+    `own_rows`."""
     sharding = batch_sharding(mesh)
-    return {name: jax.device_put(value, sharding) for name, value in rows.items()}
+    return {name: _put(mesh, sharding, value, 0) for name, value in rows.items()}
 
 
 def shard_batch(mesh: Mesh, batch: Batch, *, leading: int = 0) -> Batch:
-    """A numpy batch on the devices: the one boundary where cache arrays leave numpy."""
+    """A numpy batch on the devices: the one boundary where cache arrays leave numpy. Of several
+    processes each gives its `own_rows`."""
     sharding = batch_sharding(mesh, leading=leading)
-    return batch.map(lambda x: jax.device_put(x, sharding))
+    return batch.map(lambda x: _put(mesh, sharding, x, leading))
 
 
-def is_primary_process() -> bool:
-    """Whether this process reports, exports and writes the run folder: the first one does."""
-    return jax.process_index() == 0
+def to_host(tree: Any) -> Any:
+    """Arrays as numpy, whole in every process, whose other ones must call this too."""
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        if x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return jax.tree.map(fetch, tree)
+
+
+def own_part(tree: Any) -> Any:
+    """Of arrays [B,..] split by `batch_sharding` the `own_rows`, as numpy."""
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        parts = {each.index[0].start or 0: each.data for each in x.addressable_shards}
+        return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return jax.tree.map(fetch, tree)

@@ -16,7 +16,7 @@ from jax_distill.cache import Cache, Verdict, judge
 from jax_distill.losses import Head, token_values
 from jax_distill.model import Decoder
 from jax_distill.objective import Execution
-from jax_distill.sharding import row_shards, shard_batch
+from jax_distill.sharding import own_rows, row_shards, shard_batch, to_host
 
 CHUNK_SIZE = 1024  # tokens per device whose logits are in memory at a time
 
@@ -63,7 +63,10 @@ def check_cache(
     execution = Execution(chunk_size=CHUNK_SIZE, row_shards=shards)
 
     def on_device(batch: Batch) -> Batch:
-        return batch if mesh is None else shard_batch(mesh, batch)
+        if mesh is None:
+            return batch
+        own = own_rows(mesh, size)
+        return shard_batch(mesh, batch.map(lambda x: x[own]))
 
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for first in range(0, len(chosen), size):
@@ -79,7 +82,7 @@ def check_cache(
         # One after the other: in one program their loops' collectives can meet in different orders
         # on a CPU's devices, and wait for each other.
         kl, shifted = (
-            np.asarray(
+            to_host(
                 _divergence(
                     model,
                     hidden,

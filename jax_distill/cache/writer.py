@@ -1,4 +1,5 @@
-"""Writing a cache: whole shards, each flushed, then committed; one writer at a time."""
+"""Writing a cache: whole shards, each flushed, then committed; one writer at a time, which may be
+several processes with shards of their own."""
 
 import math
 from typing import Any
@@ -31,11 +32,17 @@ CODING_ERROR = 1e-6  # nats of KL a position: what gaps in float16 may cost, doc
 class Writer:
     """Writes whole shards of one cache. Made by `create`; a `with` block releases the lock.
 
-    The last shard's commit also writes the head that says `finished`.
+    The last shard's commit also writes the head that says `finished`; where several processes
+    write, `finish` does. Without a lock this is one of the others of them.
     """
 
     def __init__(
-        self, location: Location, manifest: Manifest, rows: int, lock: Lock, level: int = LEVEL
+        self,
+        location: Location,
+        manifest: Manifest,
+        rows: int,
+        lock: Lock | None,
+        level: int = LEVEL,
     ):
         self.path, self.manifest, self.rows = str(location), manifest, rows
         self._location, self._lock = location, lock
@@ -46,6 +53,8 @@ class Writer:
         self._commits = read_commits(location, manifest, rows, state.head)
         for key, problem in self._commits.damaged.items():
             say(f"{location}: {key} is damaged ({problem}): its shard is written again")
+        if lock is None:
+            return
         self._remove_leftovers()
         if self._head is None:
             self._write_head(Head.of(rows, self._metadata(), {}, finished=False))
@@ -76,9 +85,14 @@ class Writer:
 
     def _finish(self) -> None:
         """Write the finished head, where every shard is committed and it is not there."""
-        if not self.missing_shards():
+        if self._lock is not None and not self.missing_shards():
             metadata = self._metadata() | self._commits.sha256
             self._write_head(Head.of(self.rows, metadata, self._commits.whole, finished=True))
+
+    def finish(self) -> None:
+        """Count what other processes have committed, once they are done."""
+        self._commits = read_commits(self._location, self.manifest, self.rows, self._head)
+        self._finish()
 
     def _remove_leftovers(self) -> None:
         """Delete shards without a commit, and files that a killed writer had not yet renamed:
@@ -192,7 +206,8 @@ class Writer:
 
     def close(self) -> None:
         """Let another writer in."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> "Writer":
         return self
@@ -201,10 +216,14 @@ class Writer:
         self.close()
 
 
-def create(path: str, manifest: Manifest, rows: int, *, level: int = LEVEL) -> Writer:
+def create(
+    path: str, manifest: Manifest, rows: int, *, level: int = LEVEL, is_first: bool = True
+) -> Writer:
     """Start a cache of `rows` rows at `path`, or resume the one that an earlier run left there.
 
     level: of zstd, for a cache that is not there yet; one that is keeps its own.
+    is_first: of several processes that write shards of their own the first one, which has the lock;
+        the others call this once it has returned there.
 
     Raises:
         UserError: not a folder that can be written; another process writes it; K or the
@@ -229,6 +248,8 @@ def create(path: str, manifest: Manifest, rows: int, *, level: int = LEVEL) -> W
             f"expected rows to cache, got {rows} in shards of {manifest.shard_rows}; add data"
         )
     location = Location(path)
+    if not is_first:
+        return Writer(location, manifest, rows, None, level)
     location.check_writable()
     with location.writing():
         lock = location.lock()

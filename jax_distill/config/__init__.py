@@ -21,11 +21,10 @@ from jax_distill.config.schema import (
     TeacherConfig,
     TrainConfig,
     as_dict,
-    field_names,
     save,
     without_teacher,
 )
-from jax_distill.config.typed import flatten
+from jax_distill.config.typed import field_names, flatten
 from jax_distill.config.yaml_text import parse, read_mapping
 
 __all__ = [

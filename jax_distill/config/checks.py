@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 
 from jax_distill.base.errors import UserError
 from jax_distill.config.schema import (
     Config,
     LossConfig,
+    MeshConfig,
     OptimizerConfig,
     StudentConfig,
     as_dict,
@@ -21,7 +23,7 @@ def derived(config: Config, name: str) -> Config:
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
     train, loss = config.train, config.loss
-    micro = train.micro_batch_size or train.batch_size
+    micro = train.rows_per_micro_batch
     if train.batch_size % micro:
         raise UserError(
             f"expected train.micro_batch_size to divide train.batch_size {train.batch_size}, "
@@ -66,6 +68,7 @@ def derived(config: Config, name: str) -> Config:
             f"optimizer.layerwise (accumulation keeps every gradient), got {micro}; set them alike"
         )
     _check_ranges(config)
+    _check_processes(config.mesh)
     return config
 
 
@@ -174,6 +177,26 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         )
 
 
+def _check_processes(mesh: MeshConfig) -> None:
+    """Refuse what names no group of processes, or no process of it."""
+    address, count, number = mesh.coordinator_address, mesh.num_processes, mesh.process_id
+    if not address and (count is not None or number is not None):
+        raise UserError(
+            f"expected mesh.coordinator_address with mesh.num_processes {count} and "
+            f"mesh.process_id {number}, got none; set it to the first process's host:port, or auto"
+        )
+    if address not in ("", "auto") and not re.fullmatch(r"\S+:\d{1,5}", address):
+        raise UserError(
+            f"expected mesh.coordinator_address as host:port or auto, got {address[:60]!r}; "
+            "correct it, for example to 10.0.0.1:8476"
+        )
+    if count is not None and number is not None and number >= count:
+        raise UserError(
+            f"expected mesh.process_id from 0 to {count - 1}, below mesh.num_processes, got "
+            f"{number}; correct one of them"
+        )
+
+
 def _check_ranges(config: Config) -> None:
     """Refuse numbers that no run can mean, null left out."""
     values = flatten(as_dict(config))
@@ -205,8 +228,8 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         loss.gradient_chunks
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
-        train.save_every train.keep train.ce_baseline_learning_rate
-        evaluate.sample_tokens""",
+        train.save_every train.keep train.ce_baseline_learning_rate evaluate.sample_tokens
+        mesh.num_processes mesh.heartbeat_seconds""",
     ),
     (
         lambda x: x >= 0,
@@ -214,7 +237,7 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         """loss.kl_weight loss.ce_weight loss.z_loss_weight loss.router_weight
         loss.hidden_weight cache.hidden_layers
         optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay
-        evaluate.samples""",
+        evaluate.samples mesh.process_id""",
     ),
     (lambda x: x >= 2, "of at least 2", "data.sequence_length"),
     (lambda x: 0 <= x < 1, "in [0, 1)", "data.heldout_fraction optimizer.b1 optimizer.b2"),

@@ -350,17 +350,32 @@ class MeshConfig:
         expert: devices that share a model's experts; they split rows, and are to all other
             parameters what fsdp's are.
         tensor: devices that share the heads, the MLP's width and the vocabulary of the same rows.
+        coordinator_address: host:port on which the first of several processes listens, or `auto`:
+            Slurm, Open MPI or Kubernetes say so (jax.distributed). Empty: one process.
+        num_processes: how many; null is what the cluster says.
+        process_id: which of them this is, from 0; null is what the cluster says.
+        heartbeat_seconds: after so long without a sign of one process, all the others end.
     """
 
     data: int = -1
     fsdp: int = 1
     expert: int = 1
     tensor: int = 1
+    coordinator_address: str = ""
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat_seconds: int = 60
 
     @property
     def axes(self) -> dict[str, Any]:
         """The sizes by name, as `sharding.make_mesh` takes them."""
         return {name: getattr(self, name) for name in ("data", "fsdp", "expert", "tensor")}
+
+    @property
+    def processes(self) -> dict[str, Any]:
+        """The rest by name, as `processes.started` takes it."""
+        axes = self.axes
+        return {name: value for name, value in vars(self).items() if name not in axes}
 
 
 @dataclass(frozen=True)
@@ -378,25 +393,6 @@ class Config:
     train: TrainConfig = TrainConfig()
     mesh: MeshConfig = MeshConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
-
-
-def field_names(cls: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, nested dataclasses included (`loss.temperature`)."""
-    names = []
-    for f in dataclasses.fields(cls):
-        inner = dataclass_in(f.type)
-        names.append(prefix + f.name)
-        if inner is not None:
-            names += field_names(inner, f"{prefix}{f.name}.")
-    return names
-
-
-def dataclass_in(annotation: Any) -> type | None:
-    """The dataclass that a field holds, alone or beside None; None for plain values and lists."""
-    options = getattr(annotation, "__args__", (annotation,))
-    if getattr(annotation, "__origin__", None) is list:
-        return None
-    return next((t for t in options if dataclasses.is_dataclass(t)), None)  # type: ignore[return-value]
 
 
 def without_teacher(config: Config) -> Config:

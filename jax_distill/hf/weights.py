@@ -7,7 +7,7 @@ index of the stacked leaf. Layouts are HF's own, so nothing is transposed.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from jax_distill.model import (
     ModelConfig,
     abstract_parameters,
 )
+from jax_distill.sharding import to_host
 
 # Buffers that old checkpoints stored and every reader recomputes.
 DEAD_KEYS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
@@ -87,13 +88,10 @@ def load_model(
     One tensor is read at a time and only the slices that this process's devices hold; the host
     keeps one stacked leaf, or one layer of it, beside what is already placed. `shardings`: a
     function of the abstract Param (`.shape`, `.dtype`, `.logical_axes`) or a State of shardings;
-    None is the first device.
-    A folder without a weight file of any kind gives normal(0, initializer_range) weights if `seed`
-    is given, and says so.
-    attention, experts, row_sharding: the Decoder's. packed_experts: ModelConfig's; wants a folder
-    of MXFP4.
-    Raises UserError for missing, extra, misshaped tensors and ones that are not finite, naming the
-    key.
+    None is the first device. A folder without a weight file of any kind gives
+    normal(0, initializer_range) weights if `seed` is given, and says so. attention, experts,
+    row_sharding: the Decoder's. packed_experts: ModelConfig's; wants a folder of MXFP4. Raises
+    UserError for missing, extra, misshaped tensors and ones that are not finite, naming the key.
     """
     folder = Path(folder)
     raw = read_config(folder)
@@ -124,12 +122,21 @@ def load_model(
     graphdef, abstract = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
     params = dict(nnx.to_flat_state(abstract))
     placement = _placement(shardings, params)
-    if files:
-        leaves = {
-            path: param.replace(_read_leaf(files, keys[path], param, placement[path]))
-            for path, param in params.items()
-        }
-        return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    if not files:
+        return nnx.merge(graphdef, _random_weights(folder, build, placement, seed))
+    leaves = {
+        path: param.replace(_read_leaf(files, keys[path], param, placement[path]))
+        for path, param in params.items()
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def _random_weights(
+    folder: Path,
+    build: Callable[[jax.Array], Decoder],
+    placement: dict[ParameterPath, Sharding],
+    seed: int | None,
+) -> nnx.State:
     if seed is None:
         raise UserError(
             f"expected *.safetensors in {folder}, got none; convert the weights to safetensors, "
@@ -137,8 +144,7 @@ def load_model(
         )
     say(f"{folder} has no weights: they are random, of seed {seed}")
     out: nnx.State = nnx.from_flat_state(placement)
-    fresh = jax.jit(lambda key: nnx.state(build(key)), out_shardings=out)
-    return nnx.merge(graphdef, fresh(jax.random.key(seed)))
+    return jax.jit(lambda key: nnx.state(build(key)), out_shardings=out)(jax.random.key(seed))
 
 
 def _placement(shardings: Any, params: dict) -> dict[ParameterPath, Sharding]:
@@ -303,6 +309,19 @@ def _all_finite(values: np.ndarray, block: int = 2**20) -> bool:
     return all(not ((flat[i : i + block] & infinity) == infinity).any() for i in starts)
 
 
+def _whole(values: Mapping[ParameterPath, jax.Array], slot: Slot) -> np.ndarray:
+    """A tensor on the host; of one whose parts several processes have, all must ask for it."""
+    leaf = values[slot.path]
+    return to_host(leaf if slot.layer is None else leaf[slot.layer])
+
+
+def send_weights(params: Decoder) -> None:
+    """What the other processes do while the first one calls `save_weights`: give it their parts."""
+    values = {p: v.get_value() for p, v in nnx.to_flat_state(nnx.state(params, nnx.Param))}
+    for slot in weight_table(params.config).values():
+        _whole(values, slot)
+
+
 def save_weights(
     folder: str | Path,
     params: Decoder | nnx.State,
@@ -324,8 +343,7 @@ def save_weights(
     dtype = np.dtype(dtype or next(iter(values.values())).dtype)
 
     def tensor(key: str) -> np.ndarray:
-        leaf, layer = values[table[key].path], table[key].layer
-        return np.asarray(leaf if layer is None else leaf[layer]).astype(dtype, copy=False)
+        return _whole(values, table[key]).astype(dtype, copy=False)
 
     shapes = {key: slot.shape for key, slot in table.items()}
     return write_tensors(

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, full_token_values, token_values
-from jax_distill.losses.agreement_test import EPSILON, FAST_COMPILE, RTOL
+from jax_distill.losses.agreement_test import EPSILON, RTOL
 from jax_distill.losses.float64_test import log_softmax, logits
 from jax_distill.objective import Execution
 from jax_distill.synthetic import exact_targets, loss_inputs
@@ -14,7 +15,7 @@ from jax_distill.synthetic import exact_targets, loss_inputs
 
 def compare(*arguments, **options):
     call = jax.jit(
-        lambda *arguments: full_token_values(*arguments, **options), compiler_options=FAST_COMPILE
+        lambda *arguments: full_token_values(*arguments, **options), compiler_options=QUICK_COMPILE
     )
     return call(*arguments)
 

@@ -5,7 +5,7 @@ from jax_distill.model.configuration import LAYER_TYPES, ModelConfig, RopeConfig
 from jax_distill.model.decoder import REMAT, Decoder, Output
 from jax_distill.model.experts import ExpertsImplementation, RouterLoad
 from jax_distill.model.generation import KeyValues, continue_greedily, read_tokens
-from jax_distill.model.layers import Aux
+from jax_distill.model.layers import Aux, LayerInputs
 from jax_distill.model.size import abstract_parameters, count_parameters, train_flops_per_token
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ExpertsImplementation",
     "Implementation",
     "KeyValues",
+    "LayerInputs",
     "ModelConfig",
     "Output",
     "RopeConfig",

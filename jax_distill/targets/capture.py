@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_distill import processes
 from jax_distill.batch import EncodedTopK
 from jax_distill.cache.manifest import HIDDEN_PREFIX
 from jax_distill.cache.writer import LARGEST_GAP
@@ -196,4 +197,7 @@ def capture(
     real = (segment_ids > 0)[..., None]
     states = jnp.where(real, output.layers, 0).astype(jnp.bfloat16)
     names = [f"{HIDDEN_PREFIX}{layer}" for layer in hidden_layers]
-    return found, finite, dict(zip(names, states, strict=True))
+    outputs = found, finite, dict(zip(names, states, strict=True))
+    if processes.is_several():  # each fetches its own rows
+        return jax.lax.with_sharding_constraint(outputs, batch_sharding(options["mesh"]))
+    return outputs

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_distill import data, hf, sharding
+from jax_distill import data, hf, processes, sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.files import find_path
@@ -64,7 +64,7 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
         location.check_writable()
         say(f"training a tokenizer of {size} tokens on the text: {folder}")
         texts = data.read_texts(
-            _data_path(config),
+            data_path(config),
             format=config.data.format,
             heldout_fraction=config.data.heldout_fraction,
         )
@@ -74,7 +74,8 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
     return folder
 
 
-def _data_path(config: Config) -> str | list[Source]:
+def data_path(config: Config) -> str | list[Source]:
+    """`data.path` as files and folders, wherever the configuration found them."""
     path = config.data.path
     if isinstance(path, str):
         return find_path(path)
@@ -90,12 +91,10 @@ def _plan(config: Config) -> _Plan:
     tokenizer = data.Tokenizer.load(folder)
     if teacher_folder is not None and folder != teacher_folder:
         _check_tokenizers(tokenizer, teacher_folder)
-    data_path = _data_path(config)
+    path = data_path(config)
     text = config.data
     # The settings stand in the manifest by name, so that a difference is named; here, the text.
-    data_fingerprint = data.fingerprint(
-        data_path, format=text.format, tokenizer=tokenizer, settings={}
-    )
+    data_fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
     settings = text.row_settings()
     max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
     fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
@@ -113,7 +112,7 @@ def _plan(config: Config) -> _Plan:
         )
         for split in SPLITS
     }
-    return _Plan(tokenizer, teacher, data_path, manifests)
+    return _Plan(tokenizer, teacher, path, manifests)
 
 
 def _of_teacher(
@@ -272,13 +271,16 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             `write_cache`.
         RunError: a cache is damaged.
     """
-    plan = _plan(config)
+    plan = processes.primary_first(lambda: _plan(config))
     paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
-    finished = {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+    finished = processes.primary_first(
+        lambda: {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+    )
+    processes.wait_for_all()
     train, heldout = finished.values()
     if train and heldout:
         for cache in (train, heldout):
-            cache.require_complete()
+            processes.from_primary(cache.require_complete)
         say(f"cache: {config.cache.path} is there, {train.tokens:,} tokens to train on")
         return train, heldout
     Location(config.cache.path).check_writable()
@@ -311,7 +313,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             batch_size=config.teacher.batch_size,
             chunk_size=config.loss.chunk_size,
         )
-        cache.require_complete()
+        processes.from_primary(cache.require_complete)
         say(
             f"cache: {cache.path} holds {cache.tokens:,} tokens in {format_bytes(cache.nbytes)}, "
             f"{cache.nbytes / max(cache.tokens, 1):.1f} bytes a token"
@@ -322,4 +324,5 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
 
 def main(config: Config) -> None:
     """Write the caches of a configuration; `python -m jax_distill.teacher` is this."""
-    write_caches(config)
+    with processes.started(**config.mesh.processes):
+        write_caches(config)

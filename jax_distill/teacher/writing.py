@@ -5,16 +5,16 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_distill import sharding
+from jax_distill import processes, sharding
 from jax_distill.base.console import StepProgress, say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.batch import DRAWS, EncodedTopK
@@ -26,6 +26,8 @@ AHEAD = 2
 """Batches that the devices have been given beside the one whose result is fetched: enough to work
 on while the host hands a shard to the writer."""
 T = TypeVar("T")
+Shard: TypeAlias = tuple[int, int, int]
+"""Its number, its first row, its last row."""
 
 
 def expected_bytes(manifest: Manifest, rows: int) -> int:
@@ -56,7 +58,8 @@ def write_cache(
     """Run the teacher over the rows that the cache at `path` lacks, and commit them shard by shard.
 
     A shard is written in the background while the teacher reads the next; where the teacher has to
-    wait for it, a line says so. Without a model the cache holds the rows alone.
+    wait for it, a line says so. Without a model the cache holds the rows alone. Of several
+    processes, all of which call this, each reads and writes every n-th missing shard.
 
     Args:
         rows: tokens, segment_ids, positions int32 and loss_mask uint8 [N,T].
@@ -67,16 +70,27 @@ def write_cache(
         UserError: the cache there is another one (`cache.create`), or the disk is too small.
         RunError: a row has logits that are not finite (its number is named), or the disk is full.
     """
-    with create(path, manifest, len(rows["tokens"])) as writer:
-        missing = writer.missing_shards()
-        todo = sum(last + 1 - first for _, first, last in missing)
-        if missing:
-            _announce(path, manifest, todo)
-        if model is None:
-            for shard, first, last in missing:
+    count, is_first = len(rows["tokens"]), processes.is_primary_process()
+    share = sharding.row_share(mesh)
+    with processes.primary_first(
+        lambda: create(path, manifest, count, is_first=is_first)
+    ) as writer:
+
+        def announced() -> list[tuple[int, int, int]]:
+            missing = writer.missing_shards()
+            if missing:
+                _announce(path, manifest, sum(last + 1 - first for _, first, last in missing))
+            return missing
+
+        missing: list[Shard] = [(*each,) for each in processes.from_primary(announced)]
+        if model is not None and missing:
+            _run_teacher(writer, missing, share, rows, model, mesh, batch_size, chunk_size)
+        elif share.is_first:
+            for shard, first, last in missing[share.number :: share.parts]:
                 writer.write(shard, _slice(rows, first, last))
-        elif missing:
-            _run_teacher(writer, missing, rows, model, mesh, batch_size, chunk_size)
+        if processes.is_several():
+            processes.wait_for_all()
+            processes.from_primary(writer.finish)
     return Cache.open(path)
 
 
@@ -154,7 +168,8 @@ def bottleneck(waited: float, seconds: float) -> str:
 
 def _run_teacher(
     writer: Writer,
-    missing: list[tuple[int, int, int]],
+    missing: list[Shard],
+    share: sharding.RowShare,
     rows: dict[str, np.ndarray],
     model: Decoder,
     mesh: Mesh,
@@ -172,29 +187,46 @@ def _run_teacher(
         hidden_layers=manifest.hidden_layers,
     )
     samples = manifest.top_k if manifest.sampling == "random" else 0
-    total = sum(-(-(last + 1 - first) // batch_size) for _, first, last in missing)
+    own_batch = batch_size // share.parts
+    work, total = own_work(missing, share, own_batch, rows=len(rows["tokens"]))
     tokens = batch_size * manifest.sequence_length
     done, clock = 0, time.monotonic()
     name = Location(writer.path).name
     bar = StepProgress(name, total=total, done=0, tokens_per_step=tokens)
     outputs = _ahead(
         (shard, capture(model, batch, **options))
-        for shard in missing
-        for batch in _batches(rows, *shard[1:], batch_size, mesh, samples=samples)
+        for shard in work
+        for batch in _batches(rows, *shard[1:], own_batch, mesh, samples=samples)
     )
     with bar, _Background(writer) as background:
         for (shard, first, last), group in itertools.groupby(outputs, key=lambda each: each[0]):
             parts = []
             for _, output in group:
-                parts.append(jax.device_get(output))
+                parts.append(sharding.own_part(output))
                 done += 1
                 if done == 2 < total:  # the first one also waited for the compiler
                     _estimate((time.monotonic() - clock) * (total - 2), (total - 2) * tokens)
                 clock = time.monotonic()
                 bar.update(done, None)
             join = partial(_shard_arrays, parts, rows, manifest, writer.path, first, last)
-            background.write(shard, join)
+            if shard >= 0 and share.is_first:
+                background.write(shard, join)
         background.finish()
+
+
+def own_work(
+    missing: Sequence[Shard], share: sharding.RowShare, batch_size: int, *, rows: int
+) -> tuple[list[Shard], int]:
+    """This process's shards, and how many batches of `batch_size` own rows every process runs: one
+    that is done first takes part in the others' with padding, shards of negative number."""
+
+    def batches(number: int) -> int:
+        own = missing[number :: share.parts]
+        return sum(-(-(last + 1 - first) // batch_size) for _, first, last in own)
+
+    total = max(batches(number) for number in range(share.parts))
+    padding = [(-1 - each, rows, rows) for each in range(total - batches(share.number))]
+    return [*missing[share.number :: share.parts], *padding], total
 
 
 def _ahead(values: Iterator[T]) -> Iterator[T]:

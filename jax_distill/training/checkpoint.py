@@ -3,7 +3,8 @@
 Saved asynchronously; the last n are kept and, besides, the best by validation loss. Orbax writes a
 step into a temporary folder and renames it, so a kill leaves whole checkpoints only. Once a step is
 committed, the sha256 of its files are written to `.hashes/<step>.json`; they are checked before the
-step is restored.
+step is restored. Of several processes each saves and restores its own devices' parts, and all of
+them call the same methods; what concerns the folder the first one does.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from jax_distill import processes
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.hashes import first_change, write_hashes
@@ -66,7 +68,7 @@ class Checkpoints:
         try:
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._remove_temporary_folders()
+                processes.from_primary(self._remove_temporary_folders)
             with self._damage("the list of steps"):
                 self._orbax = ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
@@ -133,10 +135,11 @@ class Checkpoints:
         with self._disk_errors():
             if self._hashing is not None:
                 self._hashing.result()
-            # Orbax's threads would wait 20 s for a folder that cannot be made.
-            probe = self._folder / ".writable"
-            probe.touch()
-            probe.unlink()
+            if processes.is_primary_process():
+                # Orbax's threads would wait 20 s for a folder that cannot be made.
+                probe = self._folder / ".writable"
+                probe.touch()
+                probe.unlink()
             self._orbax.save(step, args=arguments, metrics=metrics, force=True)
             self._hashing = self._background.submit(self._hash_when_committed, step)
 
@@ -165,7 +168,7 @@ class Checkpoints:
         Raises:
             RunError: the step is damaged (see `verify`). UserError: it is another run's.
         """
-        if not self.verify(step):
+        if not processes.from_primary(lambda: self.verify(step)):
             say(f"checkpoint of step {step}: no hashes, the save was interrupted; not verified")
         items = {
             name: ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, tree))
@@ -191,12 +194,16 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Move the checkpoints of later steps to `<step>.set_aside`, to resume from `step`."""
-        for later in [each for each in self._orbax.all_steps() if each > step]:
-            target = self._folder / f"{later}.set_aside"
-            shutil.rmtree(target, ignore_errors=True)
-            (self._folder / str(later)).rename(target)
-            self._record(later).unlink(missing_ok=True)
-            say(f"checkpoint of step {later} moved to {target}")
+
+        def move() -> None:
+            for later in [each for each in self._orbax.all_steps() if each > step]:
+                target = self._folder / f"{later}.set_aside"
+                shutil.rmtree(target, ignore_errors=True)
+                (self._folder / str(later)).rename(target)
+                self._record(later).unlink(missing_ok=True)
+                say(f"checkpoint of step {later} moved to {target}")
+
+        processes.from_primary(move)
         self._orbax.reload()
 
     def restore_as_saved(self, step: int) -> dict[str, Any]:
@@ -223,6 +230,8 @@ class Checkpoints:
 
     def _hash_when_committed(self, step: int) -> None:
         self._orbax.wait_until_finished()
+        if not processes.is_primary_process():
+            return
         write_hashes(self._folder / str(step), self._record(step))
         kept = {self._record(each) for each in self._orbax.all_steps()}
         for record in self._record(step).parent.glob("*.json"):

@@ -38,14 +38,17 @@ def batches(
 ) -> Iterator[tuple[int, np.ndarray, Batch]]:
     """(step, rows, batch [A,B,T] on the devices) for steps first…steps−1; one is read ahead.
 
-    The rows of a step follow from seed and step alone, so one integer resumes.
+    The rows of a step follow from seed and step alone, so one integer resumes. Of several
+    processes each reads those of its own devices.
     """
     train = config.train
+    own_rows = sharding.own_rows(mesh, train.rows_per_micro_batch)
 
     def read(step: int) -> tuple[int, np.ndarray, Batch]:
         rows = row_indices(step, batch_size=train.batch_size, num_rows=cache.rows, seed=config.seed)
-        batch = cache.read(rows, **reader_options(config))
-        batch = batch.micro_batches(train.rows_per_micro_batch)
+        own = rows.reshape(-1, train.rows_per_micro_batch)[:, own_rows]
+        batch = cache.read(own.reshape(-1), **reader_options(config))
+        batch = batch.micro_batches(len(own_rows))
         return step, rows, sharding.shard_batch(mesh, batch, leading=1)
 
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:

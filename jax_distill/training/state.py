@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, Sharding
@@ -79,5 +80,5 @@ def make_state(
     every = range(len(leaves))
     groups = [every] if offload == "none" else [[index] for index in every]
     opt_state = jax.tree.unflatten(tree, [leaf for group in groups for leaf in start(*group)])
-    step = jax.device_put(jnp.int32(0), shapes.step.sharding)
+    step = jax.device_put(np.int32(0), shapes.step.sharding)
     return graphdef, TrainState(params, opt_state, step)
