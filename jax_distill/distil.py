@@ -28,6 +28,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import user_cache_folder
 from jax_distill.cache import Cache
 from jax_distill.config import Config, as_dict, without_teacher
+from jax_distill.disagreements import Disagreements
 from jax_distill.fit import fit
 from jax_distill.hidden_layers import with_pairs
 from jax_distill.model import Decoder, count_parameters
@@ -103,10 +104,11 @@ def final_evaluation(
     words: samples.Words,
 ) -> dict[str, Any]:
     """Teacher, student before, student and baseline on the rows nothing else looks at: the test
-    table and samples, under their names in summary.json."""
+    table, samples and the positions of largest KL, as `loop.summary_of` takes them."""
     teacher_model = load_teacher(teacher_folder, config, mesh)
     students = {"student_before": load_on_mesh(start, config, mesh), **models}
     rows = evaluate.table_rows(cache)
+    disagreements = Disagreements(words, cache)
     table = evaluate.test_table(
         teacher_model,
         students,
@@ -115,6 +117,7 @@ def final_evaluation(
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
         mesh=mesh,
+        disagreements=disagreements,
     )
     evaluate.print_table(table)
     written = samples.continuations(
@@ -126,7 +129,8 @@ def final_evaluation(
         new_tokens=config.evaluate.sample_tokens,
     )
     samples.print_samples(written)
-    return {"table": table, "samples": written}
+    furthest = disagreements.found()
+    return {"table": table, "shown": {"samples": written, "disagreements": furthest}}
 
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
