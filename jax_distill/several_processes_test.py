@@ -37,7 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def command(folder: Path, module: str, *, run: str, cache: str) -> list[str]:
-    """A student of one layer; two micro-batches a step."""
+    """A student of one layer, its parameters and the teacher's split over all processes; two
+    micro-batches a step."""
     settings = {
         "output_dir": str(folder / run),
         "seed": 5,
@@ -61,7 +62,7 @@ def command(folder: Path, module: str, *, run: str, cache: str) -> list[str]:
             "eval_every": 4,
             "save_every": 2,
         },
-        "mesh": {"heartbeat_seconds": HEARTBEAT},
+        "mesh": {"data": 1, "fsdp": -1, "heartbeat_seconds": HEARTBEAT},
     }
     file = folder / f"{run}.yaml"
     file.write_text(yaml.safe_dump(settings))
@@ -180,6 +181,7 @@ def test_one_killed_ends_all_and_another_number_resumes(one):
 def test_several_teachers_write_the_cache_of_one(one, count):
     name = f"cache_{count}"
     words = command(one, "teacher", run=f"teacher_{count}", cache=name)
+    words += ["--mesh.data=4", "--mesh.fsdp=1"] if count == 4 else []
     programs = dict.fromkeys(range(count), ["-c", RECORD])
     said = finish_all(words, one / f"logs_{name}", count, programs=programs)
     for split in ("train", "heldout"):
@@ -194,7 +196,7 @@ def test_several_teachers_write_the_cache_of_one(one, count):
         assert left.targets is not None and right.targets is not None
         for a, b in (left.tokens, right.tokens), (left.targets.indices, right.targets.indices):
             np.testing.assert_array_equal(a, b)
-        # Matmuls of other shapes, then gaps in fp16.
+        # Matmuls of other shapes round otherwise, and a gap below 4 by one fp16 step then.
         np.testing.assert_allclose(left.targets.logprobs, right.targets.logprobs, atol=2e-3)
         np.testing.assert_allclose(left.targets.log_tail, right.targets.log_tail, atol=1e-5)
     others = [re.sub(r"^wrote .*\n", "", text, flags=re.MULTILINE) for text in said[1:]]
