@@ -20,6 +20,7 @@ COMMANDS = MappingProxyType(
     {
         "train": "from a teacher to a distilled student",
         "teacher": "write the cache: the teacher runs once",
+        "data": "the first rows of its text, as the models see them",
         "student": "cut a student from a teacher",
         "evaluate": "students against the teacher on held-out text",
         "export": "a checkpoint as a Hugging Face folder",
@@ -37,7 +38,7 @@ OWN = MappingProxyType(
         "completion": "print what makes bash complete commands and options",
     }
 )
-WITH_OPTIONS = ("train", "teacher", "plan")  # that take the keys of a configuration
+WITH_OPTIONS = ("train", "teacher", "data", "plan")  # that take the keys of a configuration
 CASES = MappingProxyType(
     {
         "quickstart": "a small teacher on text that every Python has, minutes on a CPU",

@@ -1,6 +1,7 @@
 """What a cache holds, whether it is whole, and whether it is this teacher's.
 
-`python -m jax_distill.audit CACHE [--verify] [--spot_check N --teacher DIR] [--png FILE]`
+`python -m jax_distill.audit CACHE [--verify] [--spot_check N --teacher DIR] [--compare OTHER]
+[--png FILE]`
 
 CACHE is one cache, or the folder with `train` and `heldout`. Exit code 1: something is wrong with
 it; 2: with the command line.
@@ -22,6 +23,7 @@ from jax_distill.base.console import console, say
 from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache import Cache, Manifest, commit_key, read_manifest, teacher_fingerprint
+from jax_distill.compare import compare, sentence
 from jax_distill.teacher.files import find_teacher
 from jax_distill.verify import check_cache
 
@@ -255,15 +257,26 @@ def audit(cache: Cache, options: argparse.Namespace) -> bool:
     committed = [np.arange(c.first_row, c.last_row + 1) for c in cache.commits.values()]
     rows = np.concatenate(committed)
     wanted = max(STATISTICS_TOKENS // cache.sequence_length, 1)
-    found = statistics(cache, rows[:: max(len(rows) // wanted, 1)])
+    rows = rows[:: max(len(rows) // wanted, 1)]
+    found = statistics(cache, rows)
     if found is None:
         say(f"{cache.path}: no position predicts anything")
         return True
     print_statistics(found)
     say(f"{cache.path}: {verdict(found, cache.manifest.sampling)}")
+    if options.compare:
+        other = _counterpart(cache, options)
+        say(f"{cache.path}: {sentence(compare(cache, other, rows), other.path)}")
     if options.png:
         draw(cache, found).savefig(_png(options.png, cache), dpi=120)
     return not options.spot_check or _spot_check_passes(cache, options)
+
+
+def _counterpart(cache: Cache, options: argparse.Namespace) -> Cache:
+    """The cache of --compare, of its two the one of the same name."""
+    others = caches_at(options.compare)
+    name = cache.location.name
+    return Cache.open(next((each for each in others if each.endswith(f"/{name}")), others[0]))
 
 
 def _png(path: str, cache: Cache) -> Path:
@@ -302,6 +315,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--spot_check", type=int, metavar="N", help="run N random rows again")
     parser.add_argument("--teacher", help="HF folder, GGUF file or hub id, for --spot_check")
     parser.add_argument("--seed", type=int, default=0, help="of the rows of --spot_check")
+    parser.add_argument("--compare", metavar="OTHER", help="another cache of the same rows")
     parser.add_argument("--png", help="draw the statistics here")
     options = parser.parse_args(argv)
     if options.spot_check is not None and options.spot_check < 1:

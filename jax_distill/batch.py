@@ -234,7 +234,6 @@ def check_loss_inputs(hidden: Array, head: Any, batch: Batch[Array], objective: 
             vocab_size or temperature that means nothing.
     """
     shape, of_weight = tuple(hidden.shape), tuple(head.weight.shape)
-    targets, teacher = batch.targets, batch.teacher
     if len(shape) != 3 or len(of_weight) != 2:
         raise ValueError(
             f"expected hidden [B,T,D] and head.weight [V,D], got {shape} and {of_weight}; pass one "
@@ -251,17 +250,32 @@ def check_loss_inputs(hidden: Array, head: Any, batch: Batch[Array], objective: 
             f"expected 0 < vocab_size ≤ {weight_rows} (rows of head.weight), got "
             f"{head.vocab_size}; pass the tokenizer's length"
         )
-    if targets is None and teacher is None and objective.kl_weight:
-        raise ValueError(
-            f"expected batch.targets with kl_weight {objective.kl_weight}, got None; pass the "
-            "teacher's, or set kl_weight 0"
-        )
     expected: dict[str, tuple[Any, tuple[int, ...]]] = {
         "head.weight": (head.weight, (weight_rows, width)),
         "head.bias": (head.bias, (weight_rows,)),
         "batch.labels": (batch.labels, (rows, length)),
         "batch.mask": (batch.mask, (rows, length)),
+        **_checked_targets(batch, (rows, length), head, objective),
     }
+    for name, (value, wanted) in expected.items():
+        if value is not None and tuple(value.shape) != wanted:
+            raise ValueError(
+                f"expected {name} of shape {wanted} beside hidden {shape}, got "
+                f"{tuple(value.shape)}; pass arrays of one batch and one model"
+            )
+
+
+def _checked_targets(
+    batch: Batch[Array], grid: tuple[int, int], head: Any, objective: Objective
+) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Of targets or a live teacher, each array by its name, and the shape that it must have beside
+    a grid [B,T]; ValueError for what is wrong with them otherwise."""
+    targets, teacher = batch.targets, batch.teacher
+    if targets is None and teacher is None and objective.kl_weight:
+        raise ValueError(
+            f"expected batch.targets with kl_weight {objective.kl_weight}, got None; pass the "
+            "teacher's, or set kl_weight 0"
+        )
     if targets is not None and teacher is not None:
         raise ValueError("expected batch.targets or batch.teacher, got both; pass one of them")
     source = targets or teacher
@@ -271,19 +285,19 @@ def check_loss_inputs(hidden: Array, head: Any, batch: Batch[Array], objective: 
             "pass the one that they were read at"
         )
     if targets is not None:
-        stored = (rows, length, targets.top_k)
-        expected |= {
-            "targets.indices": (targets.indices, stored),
-            "targets.logprobs": (targets.logprobs, stored),
-            "targets.log_tail": (targets.log_tail, (rows, length)),
-            "targets.count": (targets.count, (rows, length)),
-            "targets.draws": (targets.draws, stored),
-        }
         if targets.draws is not None and objective.divergence != "forward_kl":
             raise ValueError(
                 "expected divergence forward_kl with targets drawn at random, whose mean is an "
                 f"estimate of it alone, got {objective.divergence}; set forward_kl"
             )
+        stored = (*grid, targets.top_k)
+        return {
+            "targets.indices": (targets.indices, stored),
+            "targets.logprobs": (targets.logprobs, stored),
+            "targets.log_tail": (targets.log_tail, grid),
+            "targets.count": (targets.count, grid),
+            "targets.draws": (targets.draws, stored),
+        }
     if teacher is not None:
         theirs, ours = (h.vocab_size or h.weight.shape[0] for h in (teacher.head, head))
         if theirs != ours:
@@ -291,14 +305,8 @@ def check_loss_inputs(hidden: Array, head: Any, batch: Batch[Array], objective: 
                 f"expected a live teacher's head of the student's vocabulary {ours}, got {theirs}; "
                 "pass heads cut to one tokenizer"
             )
-        width = teacher.head.weight.shape[1]
-        expected["teacher.hidden"] = (teacher.hidden, (rows, length, width))
-    for name, (value, wanted) in expected.items():
-        if value is not None and tuple(value.shape) != wanted:
-            raise ValueError(
-                f"expected {name} of shape {wanted} beside hidden {shape}, got "
-                f"{tuple(value.shape)}; pass arrays of one batch and one model"
-            )
+        return {"teacher.hidden": (teacher.hidden, (*grid, teacher.head.weight.shape[1]))}
+    return {}
 
 
 def logprobs_from_gaps(gaps: Any, log_z: Any, log_tail: Any, count: Any, temperature: float) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 import jax_distill.losses  # noqa: F401  (registers the classes as pytrees)
 from jax_distill.batch import ENCODED_FIELDS, Batch, EncodedTopK, TopK
-from jax_distill.synthetic import exact_encoding, exact_targets, loss_inputs
+from jax_distill.synthetic import exact_targets, loss_inputs
 
 EPSILON = float(np.finfo(np.float32).eps)
 TEMPERATURES = (1.0, 2.0, 0.5)
@@ -16,6 +16,24 @@ TEMPERATURES = (1.0, 2.0, 0.5)
 
 def random_logits(vocab_size: int = 40, scale: float = 4.0) -> np.ndarray:
     return np.random.default_rng(0).normal(0.0, scale, (3, 5, vocab_size))
+
+
+def exact_encoding(
+    logits: np.ndarray, *, top_k: int, temperatures: tuple[float, ...] = (1.0,)
+) -> EncodedTopK:
+    """Float64 logits [..,V] as a teacher's pass measures them, from the definition."""
+    targets = [exact_targets(logits, top_k=top_k, temperature=tau) for tau in temperatures]
+    largest = logits.max(axis=-1, keepdims=True)
+    gaps = largest - np.take_along_axis(logits, targets[0].indices, axis=-1)
+    log_z = [np.log(np.exp((logits - largest) / tau).sum(axis=-1)) for tau in temperatures]
+    return EncodedTopK(
+        indices=targets[0].indices,
+        gaps=gaps.astype(np.float16),
+        log_z=np.stack(log_z, axis=-1).astype(np.float32),
+        log_tail=np.stack([each.log_tail for each in targets], axis=-1),
+        count=targets[0].count.astype(np.uint16),
+        temperatures=temperatures,
+    )
 
 
 def decoded(encoded: EncodedTopK, temperature: float, how: str) -> TopK:

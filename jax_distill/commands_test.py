@@ -28,6 +28,7 @@ ROW = {
     "cross_entropy": 4.0,
     "perplexity": 54.6,
     "top1_agreement": 0.5,
+    "acceptance_rate": 0.7,
     "calibration_error": 0.1,
 }
 
@@ -203,8 +204,12 @@ def test_evaluate_takes_another_teacher_of_the_same_tokenizer_and_says_so(
     words = [heldout, "--student", config.teacher.path, "--json", str(tmp_path / "table.json")]
     evaluate.main([*words, "--teacher", config.teacher.path])
     assert "not the teacher" not in capsys.readouterr().out
-    table = json.loads((tmp_path / "table.json").read_text())
-    assert table["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
+    found = json.loads((tmp_path / "table.json").read_text())
+    assert found["test"]["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
+    name = Path(config.teacher.path).name  # the same model under two names
+    for sample in found["samples"]:
+        texts = sample["continuations"]
+        assert len(set(texts.values())) == 2 and len(texts) == 3, (name, texts)
     evaluate.main([*words, "--teacher", str(other)])
     assert "not the teacher that the cache was made with" in capsys.readouterr().out
 

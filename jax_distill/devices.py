@@ -18,6 +18,12 @@ from jax.experimental import topologies
 
 from jax_distill.base.errors import UserError
 
+QUICK_COMPILE: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Compiler options for what runs once: it takes longer to compile well than to run badly."""
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -16,6 +16,7 @@ from jax_distill import (
     hf,
     loop,
     processes,
+    samples,
     sharding,
     student,
     teacher,
@@ -106,26 +107,40 @@ def check_train_cache(config: Config, teacher_folder: Path, cache: Cache, mesh: 
     say(verdict.warning or verdict.line)
 
 
-def final_table(
+def final_evaluation(
     config: Config,
     teacher_folder: Path,
     start: Path,
     models: dict[str, Decoder],
     cache: Cache,
     mesh: Mesh,
-) -> dict[str, dict[str, float]]:
-    """Teacher, student before, student and baseline on the rows nothing else looks at."""
+    words: samples.Words,
+) -> dict[str, Any]:
+    """Teacher, student before, student and baseline on the rows nothing else looks at: the test
+    table and samples, under their names in summary.json."""
+    teacher_model = load_teacher(teacher_folder, config, mesh)
+    students = {"student_before": load_on_mesh(start, config, mesh), **models}
+    rows = evaluate.table_rows(cache)
     table = evaluate.test_table(
-        load_teacher(teacher_folder, config, mesh),
-        {"student_before": load_on_mesh(start, config, mesh), **models},
+        teacher_model,
+        students,
         cache,
-        evaluate.table_rows(cache),
+        rows,
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
         mesh=mesh,
     )
     evaluate.print_table(table)
-    return table
+    written = samples.continuations(
+        {"teacher": teacher_model, **students},
+        cache,
+        rows,
+        words,
+        count=config.evaluate.samples,
+        new_tokens=config.evaluate.sample_tokens,
+    )
+    samples.print_samples(written)
+    return {"table": table, "samples": written}
 
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
@@ -205,11 +220,12 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         )
 
     # 5. The test table, the exported folder, summary and report.
-    table = {}
+    found: dict[str, Any] = {"table": {}}
     if teacher_folder:
         rows = len(evaluate.table_rows(heldout_cache))
         say(f"test table: {len(models) + 2} models over {rows:,} rows of {heldout_cache.path}")
-        table = final_table(config, teacher_folder, start, models, heldout_cache, mesh)
+        words = samples.Words(folder)
+        found = final_evaluation(config, teacher_folder, start, models, heldout_cache, mesh, words)
     if not processes.is_primary_process():
         hf.send_weights(model)
         processes.wait_for_all()
@@ -219,7 +235,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         config,
         train_cache,
         steps=steps,
-        table=table,
+        **found,
         student_parameters=count_parameters(model.config),
         teacher_parameters=count_parameters(hf.model_config(hf.read_config(teacher_folder)))
         if teacher_folder

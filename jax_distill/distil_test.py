@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import html
 import json
 import os
 import shutil
@@ -119,11 +120,12 @@ def test_summary_has_every_promised_number(finished):
     assert list(rows) == ["teacher", "student_before", "student", "ce_baseline"]
     for row in rows.values():
         assert set(row) == {
-            *("kl", "cross_entropy", "perplexity", "top1_agreement", "calibration_error")
+            *("kl", "cross_entropy", "perplexity", "top1_agreement"),
+            *("acceptance_rate", "calibration_error"),
         }
         assert all(isinstance(value, float) for value in row.values())
     assert rows["teacher"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert rows["teacher"]["top1_agreement"] == 1
+    assert rows["teacher"]["top1_agreement"] == rows["teacher"]["acceptance_rate"] == 1
     assert rows["student"]["kl"] < rows["student_before"]["kl"]
     assert summary["tokens_trained"] == 6 * 16 * 24
     assert summary["student_parameters"] < summary["teacher_parameters"]
@@ -136,6 +138,14 @@ def test_the_run_folder_is_whole(finished):
     assert set(expected.split()) <= names
     report = (finished / "report.html").read_text()
     assert "data:image/png;base64," in report and "http" not in report
+    samples = json.loads((finished / "summary.json").read_text())["samples"]
+    assert len(samples) == 2
+    for sample in samples:
+        texts = sample["continuations"]
+        models = ["teacher", "student_before", "student", "ce_baseline"]
+        assert list(texts) == ["the text itself", *models] and all(texts.values())
+        for text in (sample["prompt"], *texts.values()):
+            assert f"<td>{html.escape(text)}</td>" in report
     steps = [record["step"] for record in read_metrics(finished / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5, 6]
 

@@ -28,6 +28,7 @@ from jax_distill.base.process import available_memory, machine_memory
 from jax_distill.base.versions import versions
 from jax_distill.batch import LiveTeacher
 from jax_distill.config import Config, LossConfig, load
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.hf.locate import find_architecture
 from jax_distill.model import ModelConfig
 from jax_distill.model.experts import ExpertWeights, Gate, mix_experts
@@ -38,12 +39,6 @@ LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}
 """Of |got − definition| / |definition|, Frobenius norms: a hundred roundings, or five of bf16."""
 LONGEST = 1280
 """Positions compared at most: two blocks of `blockwise`, the second one not whole."""
-QUICKLY: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-"""What runs once takes longer to compile well than to run badly. On a GPU the chosen implementation
-is compiled as the run compiles it: its kernels are what is in question there."""
 HEADS = 8  # query heads compared at most, in whole groups
 
 
@@ -105,8 +100,9 @@ def errors_of(
     """
     try:
         with jax.default_matmul_precision("highest"):
+            # On a GPU it is compiled as the run compiles it: its kernels are in question there.
             on_cpu = jax.local_devices()[0].platform == "cpu"
-            options = QUICKLY if on_cpu else None
+            options = QUICK_COMPILE if on_cpu else None
             program = jax.jit(chosen).lower(*inputs).compile(compiler_options=options)
             got = jax.device_get(program(*inputs))
     except UserError:  # what was asked for is not to be had here
@@ -118,7 +114,7 @@ def errors_of(
         ) from error
     with jax.default_matmul_precision("highest"):
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-        plain = jax.jit(definition).lower(*wide).compile(compiler_options=QUICKLY)
+        plain = jax.jit(definition).lower(*wide).compile(compiler_options=QUICK_COMPILE)
         return relative_errors(got, jax.device_get(plain(*wide)))
 
 

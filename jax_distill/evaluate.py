@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jax_distill import hf
-from jax_distill.base.command import CommandLine, above_zero, run_command
+from jax_distill.base.command import CommandLine, above_zero, at_least_zero, run_command
 from jax_distill.base.console import console, progress, say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.files import check_new_file, find_path, write_json
@@ -33,6 +33,7 @@ from jax_distill.losses import Head, full_token_values
 from jax_distill.model import Decoder
 from jax_distill.model_folder import model_name
 from jax_distill.objective import Execution
+from jax_distill.samples import Words, continuations, print_samples
 from jax_distill.sharding import own_rows, row_shards, shard_batch, to_host
 
 
@@ -70,7 +71,8 @@ def compare(
 ) -> dict[str, dict[str, jax.Array]]:
     """Sums over the valid tokens of [B,T], per model: KL(teacher ‖ model) over the whole
     vocabulary, cross-entropy against the data (both nats), top-1 agreement with the teacher,
-    `miscalibration`; and `finite` [B]: whether every valid position's logits are finite.
+    acceptance_rate, `miscalibration`; and `finite` [B]: whether every valid position's logits are
+    finite.
 
     The teacher is among the models: its KL is 0, its cross-entropy is the bar.
     """
@@ -96,6 +98,7 @@ def compare(
             "kl": jnp.float32(0),
             "cross_entropy": jnp.sum(bar),
             "top1_agreement": tokens,
+            "acceptance_rate": tokens,
             "miscalibration": miscalibration(
                 any_student.teacher_confidence, any_student.teacher_correct, batch.mask
             ),
@@ -108,6 +111,7 @@ def compare(
             "kl": jnp.sum(found.kl),
             "cross_entropy": jnp.sum(found.cross_entropy),
             "top1_agreement": jnp.sum(found.top1_agreement),
+            "acceptance_rate": jnp.sum(found.acceptance_rate),
             "miscalibration": miscalibration(found.confidence, found.correct, batch.mask),
             "finite": jnp.all(finite | ~teacher_finite, axis=1),
         }
@@ -143,8 +147,8 @@ def test_table(
     chunk_size: int,
     mesh: Mesh | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement; and
-    the calibration_error (`cache.table_of`).
+    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement,
+    acceptance_rate (`FullTokenValues`); and the calibration_error (`cache.table_of`).
 
     students: one at least. mesh: where the models lie; the rows are split over it, so many at a
     time that its devices get equal parts.
@@ -200,8 +204,11 @@ def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
     """The table as people read it."""
     shown = Table(title="test table: KL over the whole vocabulary, temperature 1")
     shown.add_column("model")
-    # In two lines each: 80 characters hold the table.
-    heads = "KL to/teacher", "cross-/entropy", "perplexity", "top-1/agreement", "calibration/error"
+    # In three lines each: 80 characters hold the table.
+    heads = (
+        *("KL to/teacher", "cross-/entropy", "per-/plexity", "top-1/agree-/ment"),
+        *("accept-/ance/rate", "calibra-/tion/error"),
+    )
     for head in (words.replace("/", "\n") for words in heads):
         shown.add_column(head, justify="right")
     for name, row in table.items():
@@ -211,6 +218,7 @@ def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
             f"{row['cross_entropy']:.4f}",
             f"{row['perplexity']:.2f}",
             f"{row['top1_agreement']:.3f}",
+            f"{row['acceptance_rate']:.3f}",
             f"{row['calibration_error']:.4f}",
         )
     console.print(shown)
@@ -263,7 +271,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--batch_size", type=above_zero, default=8)
     parser.add_argument("--chunk_size", type=above_zero, default=1024)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--json", help="write the table here, too")
+    parser.add_argument("--samples", type=at_least_zero, default=2, help="documents to continue")
+    parser.add_argument("--sample_tokens", type=above_zero, default=32)
+    parser.add_argument("--json", help="write the table and the samples here, too")
     options = parser.parse_args(argv)
     check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
@@ -283,8 +293,9 @@ def main(argv: Sequence[str]) -> None:
     if len({"teacher", *names}) <= len(names):  # two alike, or one like the teacher's line
         names = [f"student {path}" for path in options.student]
     students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
+    teacher = load(options.teacher)
     table = test_table(
-        load(options.teacher),
+        teacher,
         students,
         cache,
         rows,
@@ -292,8 +303,17 @@ def main(argv: Sequence[str]) -> None:
         chunk_size=options.chunk_size,
     )
     print_table(table)
+    written = continuations(
+        {"teacher": teacher, **students},
+        cache,
+        rows,
+        Words(hf.local_folder(find_path(options.teacher))),
+        count=options.samples,
+        new_tokens=options.sample_tokens,
+    )
+    print_samples(written)
     if options.json:
-        write_json(Path(options.json), table)
+        write_json(Path(options.json), {"test": table, "samples": written})
         say(f"wrote {options.json}")
 
 

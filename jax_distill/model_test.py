@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_distill.base.errors import UserError
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.model import (
     Decoder,
     ModelConfig,
@@ -33,9 +34,7 @@ CONFIG = ModelConfig(
 )
 BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
 ON_CPU = ["grouped", "reference"]
-# Many small programs: compiling them well would take longer than running them badly.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 
 def decoder(config: ModelConfig = CONFIG, **options) -> Decoder:

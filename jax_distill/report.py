@@ -23,6 +23,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache.manifest import differences as changed_values
 from jax_distill.config import read_mapping
+from jax_distill.html_tables import as_text, samples_html, table_html
 from jax_distill.model_folder import CE_ONLY, model_name
 from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
@@ -37,6 +38,14 @@ CURVES = {
 }
 
 COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
+TEST_TABLE = {
+    "kl": "KL to teacher",
+    "cross_entropy": "cross-entropy",
+    "perplexity": "perplexity",
+    "top1_agreement": "top-1 agreement",
+    "acceptance_rate": "acceptance rate",
+    "calibration_error": "calibration error",
+}
 EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
 
 CONFIGURATION = "the configuration of the run"  # what messages call config.yaml
@@ -238,13 +247,16 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 table {{ border-collapse: collapse; margin: 1rem 0 }}
 td, th {{ border: 1px solid #ccc; padding: .3rem .7rem; text-align: right }}
 td:first-child, th:first-child {{ text-align: left }}
+.text td {{ text-align: left; vertical-align: top; white-space: pre-wrap; min-width: 12rem }}
+.wide {{ overflow-x: auto }}
 img {{ max-width: 100% }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto }}
 </style></head><body>
 <h1>{html.escape(run.name)}</h1>
 {_test_table_html(summary.get("test") or {}, words["table"])}
 <img alt="curves" src="data:image/png;base64,{picture}">
 <p>{words["curves"]}</p>
-{_table_html(["", "value"], [[key, _number(value)] for key, value in facts.items()])}
+{samples_html(summary.get("samples") or [])}
+{table_html(["", "value"], [[key, as_text(value)] for key, value in facts.items()])}
 <h2>Configuration</h2><pre>{html.escape(config_file.read_text("utf-8"))}</pre>
 </body></html>
 """
@@ -257,7 +269,7 @@ def _facts(
     summary: Mapping[str, Any], config: Mapping[str, Any], manifest: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What came out, on which cache, when and with which versions, by the words shown."""
-    facts = {k: v for k, v in summary.items() if not isinstance(v, dict)}
+    facts = {k: v for k, v in summary.items() if not isinstance(v, dict | list)}
     cache = summary.get("cache")
     facts |= {f"cache {k}": v for k, v in cache.items()} if isinstance(cache, dict) else {}
     facts |= {f"cache {key}": _option(config, f"cache.{key}") for key in ("top_k", "read_top_k")}
@@ -271,29 +283,12 @@ def _facts(
 def _test_table_html(table: Mapping[str, Mapping[str, float]], words: str) -> str:
     if not table:
         return ""
-    keys = ("kl", "cross_entropy", "perplexity", "top1_agreement", "calibration_error")
-    head = ["test table", "KL to teacher", "cross-entropy", "perplexity", "top-1 agreement"]
-    head.append("calibration error")
+    head = ["test table", *TEST_TABLE.values()]
     rows = [
-        [model_name(name), *(_number(row.get(key)) for key in keys)] for name, row in table.items()
+        [model_name(name), *(as_text(row.get(key)) for key in TEST_TABLE)]
+        for name, row in table.items()
     ]
-    return f"{_table_html(head, rows)}<p>{words}</p>"
-
-
-def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{cells}</tr>{body}</table>"
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{table_html(head, rows)}<p>{words}</p>"
 
 
 def final_numbers(run: Path, records: Records) -> dict[str, Any]:
@@ -321,7 +316,7 @@ def print_runs(paths: Mapping[str, Path], runs: Mapping[str, Records]) -> None:
     numbers = {name: final_numbers(paths[name], records) for name, records in runs.items()}
     table = Table("", *runs, title="final numbers")
     for key in dict.fromkeys(key for found in numbers.values() for key in found):
-        table.add_row(key, *(_number(found.get(key)) for found in numbers.values()))
+        table.add_row(key, *(as_text(found.get(key)) for found in numbers.values()))
     console.print(table)
     configs = [read_mapping(path / "config.yaml", CONFIGURATION) for path in paths.values()]
     options = Table("option", *runs, title="options that differ")

@@ -58,6 +58,8 @@ FREE_FIELDS = (
     "train.ce_baseline",
     "teacher.batch_size",
     "teacher.beyond_context",
+    "evaluate.samples",
+    "evaluate.sample_tokens",
     "mesh.data",
     "mesh.fsdp",
     "mesh.expert",

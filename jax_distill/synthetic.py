@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_distill.batch import Batch, EncodedTopK, TopK
+from jax_distill.batch import Batch, TopK
 
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # u = ε/2: the most that one rounding changes
 
@@ -132,30 +132,6 @@ def shortened(targets: TopK, count: np.ndarray) -> TopK:
     )
 
 
-def poisoned(hidden: np.ndarray, batch: Batch) -> tuple[np.ndarray, Batch]:
-    """The same with NaN, ±inf and ids out of range in all masked cells."""
-    hole = ~batch.mask
-    wild = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), hole.sum())
-
-    def fill(x: np.ndarray, value: float) -> np.ndarray:
-        x = x.copy()
-        x[hole] = value
-        return x
-
-    assert batch.targets is not None
-    targets = TopK(
-        indices=fill(batch.targets.indices, 1 << 30),
-        logprobs=fill(batch.targets.logprobs, np.nan),
-        log_tail=fill(batch.targets.log_tail, np.inf),
-        count=fill(batch.targets.count, 1000),
-        draws=None if batch.targets.draws is None else fill(batch.targets.draws, -1),
-        temperature=batch.targets.temperature,
-    )
-    hidden = hidden.copy()
-    hidden[hole] = wild[:, None]
-    return hidden, replace(batch, labels=fill(batch.labels, -100), targets=targets)
-
-
 def exact_targets(logits: np.ndarray, *, top_k: int, temperature: float = 1.0) -> TopK:
     """The top K of float64 logits [..,V] at τ, from the definition; log_tail −inf at K = V."""
     scaled = logits / temperature
@@ -172,22 +148,4 @@ def exact_targets(logits: np.ndarray, *, top_k: int, temperature: float = 1.0) -
         log_tail=log_tail.astype(np.float32),
         count=np.full(logits.shape[:-1], top_k, np.int32),
         temperature=temperature,
-    )
-
-
-def exact_encoding(
-    logits: np.ndarray, *, top_k: int, temperatures: tuple[float, ...] = (1.0,)
-) -> EncodedTopK:
-    """Float64 logits [..,V] as a teacher's pass measures them, from the definition."""
-    targets = [exact_targets(logits, top_k=top_k, temperature=tau) for tau in temperatures]
-    largest = logits.max(axis=-1, keepdims=True)
-    gaps = largest - np.take_along_axis(logits, targets[0].indices, axis=-1)
-    log_z = [np.log(np.exp((logits - largest) / tau).sum(axis=-1)) for tau in temperatures]
-    return EncodedTopK(
-        indices=targets[0].indices,
-        gaps=gaps.astype(np.float16),
-        log_z=np.stack(log_z, axis=-1).astype(np.float32),
-        log_tail=np.stack([each.log_tail for each in targets], axis=-1),
-        count=targets[0].count.astype(np.uint16),
-        temperatures=temperatures,
     )

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 import torch
 from flax import nnx
 
 from jax_distill.batch import Batch
+from jax_distill.devices import QUICK_COMPILE
 
 # Largest difference allowed, as a part of the largest entry: a few roundings of the dtype.
 FP32, BF16 = 2e-6, 2e-2
@@ -267,7 +267,7 @@ def run_layer(stacked: nnx.Module, layer: int, *inputs: Any) -> Any:
     return _run(graphdef, weights, *jax.tree.map(jnp.asarray, inputs))
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=tiny.QUICK_COMPILE)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
 def _run(graphdef, weights, *inputs):
     return nnx.merge(graphdef, weights)(*inputs)
 

@@ -15,6 +15,7 @@ from ladder import assert_as_near, assert_close, assert_same
 from jax_distill import hf
 from jax_distill.cache import Cache
 from jax_distill.config import LossConfig
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.training import step
 from torch_ref import model as torch_model
 
@@ -64,7 +65,7 @@ def jax_gradients(folder, batch, loss: LossConfig, compute_dtype=jnp.float32):
         return step.loss_fn(params, graphdef, batch, tiny.jax_task(loss))[0] / count
 
     program = jax.jit(jax.value_and_grad(mean_loss)).lower(params)
-    value, gradients = program.compile(compiler_options=tiny.QUICK_COMPILE)(params)
+    value, gradients = program.compile(compiler_options=QUICK_COMPILE)(params)
     return float(value), tiny.by_hf_name(gradients, model.config)
 
 

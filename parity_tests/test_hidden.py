@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import torch
 from ladder import FP32, WORST, assert_close
 
 import jax_distill.cache
 from jax_distill.cache import Cache
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import hidden_sum
 from jax_distill.objective import HIDDEN_KINDS, HiddenObjective
 from torch_ref import losses as torch_losses
@@ -34,7 +34,7 @@ def test_the_distance_and_its_gradients(kind, projected):
     def total(student, weight):
         return hidden_sum(student, teacher, jnp.asarray(mask), weight, kind=kind)
 
-    graded = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), compiler_options=tiny.QUICK_COMPILE)
+    graded = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), compiler_options=QUICK_COMPILE)
     value, gradients = graded(student, weight)
     leaves = (student, weight)
     tensors = [None if x is None else torch.tensor(x, requires_grad=True) for x in leaves]

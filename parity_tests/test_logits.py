@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_rotary import ROPES
 from transformers import LlamaForCausalLM
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.hf import load_model
 
 LENGTH, ROWS = 61, 3
@@ -31,7 +32,7 @@ MODELS = {
 }
 
 
-@functools.partial(jax.jit, compiler_options=tiny.QUICK_COMPILE)
+@functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 def our_logits(model, tokens, segment_ids, positions):
     hidden = model.hidden_states(tokens, segment_ids, positions)
     head = model.lm_head_weight().astype(hidden.dtype)

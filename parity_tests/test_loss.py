@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import torch
 from ladder import as_numpy, assert_close, assert_numbers
 
 import jax_distill.losses
 import torch_ref.losses
 from jax_distill.batch import Batch, TopK
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.objective import DIVERGENCES, IMPLEMENTATIONS, TAILS, Execution, Objective
 from jax_distill.synthetic import loss_inputs, rounding
 
@@ -95,7 +95,7 @@ def jax_side(implementation: str, given: Inputs, objectives: list[Objective]) ->
     leaves = (jnp.asarray(given.hidden), jnp.asarray(given.weight), bias)
     gradient = jax.grad(value, argnums=(0, 1) if bias is None else (0, 1, 2), has_aux=True)
     every = jax.jit(lambda *leaves: [gradient(*leaves, objective) for objective in objectives])
-    program = every.lower(*leaves).compile(compiler_options=tiny.QUICK_COMPILE)
+    program = every.lower(*leaves).compile(compiler_options=QUICK_COMPILE)
     return [
         ({k: float(v) for k, v in sums._asdict().items()}, [np.asarray(g) for g in gradients])
         for gradients, sums in program(*leaves)

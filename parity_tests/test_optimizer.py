@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny
 import torch
 from flax import nnx
 from ladder import assert_close
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.training.optimizer import learning_rate_schedule, make_optimizer
 from torch_ref import optimizer as torch_optimizer
 
@@ -103,7 +103,7 @@ def test_parameters_after_every_step(name, kind, options):
     with jax.numpy_dtype_promotion("standard"):  # optax mixes ints and floats
         params = as_tree(start)
         state = optimizer.init(params)
-        program = jax.jit(update).lower(params, state, params).compile(tiny.QUICK_COMPILE)
+        program = jax.jit(update).lower(params, state, params).compile(QUICK_COMPILE)
         way = dict.fromkeys(parameters, 0.0)  # the largest moves so far, summed
         for step in range(STEPS):
             gradients = random_stacks(step + 1)

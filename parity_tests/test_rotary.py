@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 import torch
 from ladder import assert_close
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.hf import model_config
 from jax_distill.model.rotary import inverse_frequencies, rotary_angles, rotate
 
@@ -91,7 +91,7 @@ def test_angles_and_turned_heads_past_every_border(rope):
     assert_close("rotary", f"turned heads of {rope}", got, expected, ANGLE)
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=tiny.QUICK_COMPILE)
+@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
 def our_angles(config, positions, segment_ids):
     return rotary_angles(
         config.rope,

@@ -147,7 +147,7 @@ def captured(model, theirs, rows, ours):
     in_jax = jax.jit(lambda hidden, head: topk_targets(hidden, head, **options))
     found, _ = in_jax(ours[0], model.lm_head_weight())
     batch = Batch.from_rows(rows)
-    in_torch, _ = torch_ref.teacher.capture(theirs, batch, manifest, chunk_size=128)
+    in_torch, *_ = torch_ref.teacher.capture(theirs, batch, manifest, chunk_size=128)
     return manifest, in_torch, found.map(np.asarray)
 
 

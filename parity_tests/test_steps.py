@@ -22,11 +22,13 @@ from jax_distill.batch import Batch
 from jax_distill.cache import Cache
 from jax_distill.config import LossConfig
 from jax_distill.data import row_indices
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.training.optimizer import learning_rate_schedule, make_optimizer
 from jax_distill.training.state import make_state
 from jax_distill.training.step import make_train_step
 from torch_ref import model as torch_model
 from torch_ref import optimizer as torch_optimizer
+from torch_ref.optimizer_test import state_by_name
 
 LENGTH, ROWS, BATCH, MICRO, SEED = 32, 10, 4, 2, 7
 RATE = dict(learning_rate=2e-3, final=1e-4, warmup_steps=3)
@@ -72,7 +74,7 @@ def torch_run(folder, cache, name, steps, kind):
 
 def add_to(drifts, optimizer, parameters, gradients, rate) -> None:
     """To the drift of every parameter, the step that the optimizer has just taken."""
-    state = torch_optimizer.state_by_name(optimizer.state_dict())
+    state = state_by_name(optimizer.state_dict())
     if not isinstance(optimizer, torch.optim.AdamW):
         return add_adafactor(drifts, state, parameters, gradients, rate)
     for key, drift in drifts.items():
@@ -125,7 +127,7 @@ def jax_run(folder, cache, name, steps, kind):
         for step in range(steps):
             split = batch_of(cache, step).micro_batches(MICRO).map(jnp.asarray)
             if program is None:
-                program = train_step.lower(state, split).compile(tiny.QUICK_COMPILE)
+                program = train_step.lower(state, split).compile(QUICK_COMPILE)
             state, metrics = program(state, split)
             yield {k: float(v) for k, v in metrics.items()}, tiny.by_hf_name(state.params, config)
 

@@ -24,8 +24,8 @@ from ladder import TIGHT, Drift, assert_close, assert_drift, assert_numbers, ass
 
 import torch_ref.audit
 import torch_ref.evaluate
+import torch_ref.fit
 import torch_ref.losses
-import torch_ref.optimizer
 import torch_ref.student
 import torch_ref.teacher
 import torch_ref.train
@@ -38,6 +38,7 @@ from jax_distill.cache import Cache
 from jax_distill.config import Config, FromTeacher
 from jax_distill.hidden_layers import PROJECTION, with_pairs
 from torch_ref import model as torch_model
+from torch_ref.optimizer_test import state_by_name
 
 LENGTH, STEPS, HALF = 32, 6, 3
 
@@ -200,7 +201,7 @@ def drifts_of(torch_run: Path) -> dict[str, Drift]:
     options, drifts = Config().optimizer, {}
     for record in tiny.numbers(torch_run):
         saved = torch.load(torch_run / f"checkpoints/step_{record['step']:08d}.pt")
-        for key, state in torch_ref.optimizer.state_by_name(saved["optimizer"]).items():
+        for key, state in state_by_name(saved["optimizer"]).items():
             moments, weights = (state["exp_avg"], state["exp_avg_sq"]), saved["parameters"][key]
             drift, rate = drifts.setdefault(key, Drift()), record["learning_rate"]
             drift.adamw(*moments, weights, rate, b1=options.b1, b2=options.b2)
@@ -240,14 +241,14 @@ def test_metrics_of_both_backends_agree_at_every_step(job):
 
 def test_a_resumed_run_is_the_uninterrupted_one_on_both_backends(job, monkeypatch):
     """Case 29: bit for bit in each; and JAX, resumed, still agrees with torch, resumed."""
-    logged = torch_ref.train.Metrics.log
+    logged = torch_ref.fit.Metrics.log
 
     def log_then_kill(self, step, values):
         logged(self, step, values)
         if step == HALF + 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(torch_ref.train.Metrics, "log", log_then_kill)
+    monkeypatch.setattr(torch_ref.fit.Metrics, "log", log_then_kill)
     with pytest.raises(Stopped, match="SIGTERM at step 4 of 6, state saved") as end:
         torch_ref.train.main(job.argv("stopped"))
     assert end.value.number == signal.SIGTERM

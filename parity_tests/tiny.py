@@ -28,8 +28,6 @@ from torch_ref.teacher import write_cache
 
 torch.set_num_threads(1)  # tests share their cores; torch's threads would wait for each other
 VOCAB_SIZE = 300  # the tokenizer's length
-# Many small programs: compiling them well would take longer than running them badly.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 HEAD_ROWS = 320  # of the head: the rest is padding
 
 

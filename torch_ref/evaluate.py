@@ -13,7 +13,8 @@ from jax_distill.model_folder import model_name
 from torch_ref.losses import logits
 from torch_ref.model import Model, head, hidden_states
 
-MEASURED = ("kl", "cross_entropy", "top1_agreement")
+MEASURED = ("kl", "cross_entropy", "top1_agreement", "acceptance_rate")
+COUNT = len(MEASURED)
 
 
 @torch.no_grad()
@@ -21,15 +22,16 @@ def compare(
     models: Mapping[str, Model], batch: Batch, *, vocab_size: int, chunk_size: int
 ) -> dict[str, np.ndarray]:
     """Sums over the valid tokens of a numpy batch [B,T]: name → (KL from the teacher's full
-    distribution, cross-entropy, top-1 agreement with the teacher, then in each of the
-    CALIBRATION_BINS of its confidence the sum of (confidence − correct)), float64 [18].
-    `models["teacher"]` is the teacher; at most `chunk_size` tokens have their logits at a time."""
+    distribution, cross-entropy, top-1 agreement with the teacher, acceptance rate Σ min(p, q), then
+    in each of the CALIBRATION_BINS of its confidence the sum of (confidence − correct)), float64
+    [19]. `models["teacher"]` is the teacher; at most `chunk_size` tokens have their logits at a
+    time."""
     batch = batch.map(lambda x: torch.from_numpy(x).to(models["teacher"].device))
     labels = batch.labels[batch.mask].long()
     inputs = (batch.tokens, batch.segment_ids, batch.positions)
     rows = {name: hidden_states(model, *inputs)[batch.mask] for name, model in models.items()}
     heads = {name: head(model)._replace(vocab_size=vocab_size) for name, model in models.items()}
-    sums = {name: np.zeros(3 + CALIBRATION_BINS) for name in models}
+    sums = {name: np.zeros(COUNT + CALIBRATION_BINS) for name in models}
     for first in range(0, len(labels), chunk_size):
         part = slice(first, first + chunk_size)
         log_p = logits(rows["teacher"][part], heads["teacher"]).log_softmax(-1)
@@ -39,6 +41,7 @@ def compare(
                 (log_p.exp() * (log_p - log_q)).sum(),
                 -log_q.gather(1, labels[part, None]).sum(),
                 (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+                torch.minimum(log_p.exp(), log_q.exp()).sum(),
             )
             confidence, best = log_q.exp().max(-1)
             bins = (confidence.nan_to_num(0.0) * CALIBRATION_BINS).long()
@@ -57,15 +60,15 @@ def test_table(
     batch_size: int,
     chunk_size: int,
 ) -> dict[str, dict[str, float]]:
-    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement; and
-    the calibration_error (`cache.table_of`).
+    """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement,
+    acceptance_rate; and the calibration_error (`cache.table_of`).
 
     Raises:
         UserError: the rows hold no valid token.
         RunError: a model has logits that are not finite; it and the rows are named.
     """
     check_targets(cache, rows)
-    total = {name: np.zeros(3 + CALIBRATION_BINS) for name in models}
+    total = {name: np.zeros(COUNT + CALIBRATION_BINS) for name in models}
     tokens = 0
     for first in range(0, len(rows), batch_size):
         chosen = rows[first : first + batch_size]
@@ -82,7 +85,8 @@ def test_table(
                 )
         total = {name: total[name] + sums[name] for name in models}
     named: dict[str, dict[str, Any]] = {
-        name: dict(zip(MEASURED, x[:3].tolist(), strict=True)) | {"miscalibration": x[3:].tolist()}
+        name: dict(zip(MEASURED, x[:COUNT].tolist(), strict=True))
+        | {"miscalibration": x[COUNT:].tolist()}
         for name, x in total.items()
     }
     return table_of(named, tokens)

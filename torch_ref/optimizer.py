@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jax_distill.config import OptimizerConfig
+
 LAYER = re.compile(r"\blayers\.\d+\.")
 SMALLEST_SCALE, SMALLEST_FACTORED = 1e-3, 128  # adafactor
 
@@ -82,12 +84,22 @@ def make_optimizer(
     return Adafactor(groups)
 
 
-def state_by_name(state_dict: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Parameter name → its tensors (adamw: exp_avg, exp_avg_sq, step) in an optimizer's
-    `state_dict()`."""
-    groups = state_dict["param_groups"]
-    names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"], strict=True)}
-    return {names[index]: state for index, state in state_dict["state"].items()}
+def optimizer_of(
+    config: OptimizerConfig, parameters: dict[str, Tensor], *, steps: int
+) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+    """The optimizer and its learning-rate schedule over `steps`, as configured."""
+    schedule = learning_rate_schedule(
+        config.schedule,
+        learning_rate=config.learning_rate,
+        final=config.final_learning_rate,
+        warmup_steps=config.warmup_steps,
+        steps=steps,
+    )
+    decay = config.weight_decay
+    optimizer = make_optimizer(
+        config.name, parameters, b1=config.b1, b2=config.b2, weight_decay=decay
+    )
+    return optimizer, schedule
 
 
 def stacks(names: list[str]) -> list[list[str]]:

@@ -10,10 +10,17 @@ from torch_ref.optimizer import (
     learning_rate_schedule,
     make_optimizer,
     set_learning_rate,
-    state_by_name,
 )
 
 NAMES = ("model.layers.0.mlp.weight", "model.layers.1.mlp.weight", "model.norm.weight")
+
+
+def state_by_name(state_dict):
+    """Parameter name → its tensors (adamw: exp_avg, exp_avg_sq, step) in an optimizer's
+    `state_dict()`."""
+    groups = state_dict["param_groups"]
+    names = {i: n for g in groups for i, n in zip(g["params"], g["param_names"], strict=True)}
+    return {names[index]: state for index, state in state_dict["state"].items()}
 
 
 def parameters(shape=(3, 5), seed=0):

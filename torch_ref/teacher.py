@@ -30,11 +30,21 @@ from jax_distill.base.versions import git_revision, versions
 from jax_distill.batch import ENCODED_FIELDS, TEACHER_PREFIX, Batch, EncodedTopK
 from jax_distill.cache import Cache, Manifest, create, row_uniforms, teacher_fingerprint
 from jax_distill.cache.draws import GROUP
+from jax_distill.cache.manifest import HIDDEN_PREFIX
 from jax_distill.cache.writer import LARGEST_GAP
 from jax_distill.config import Config, load
 from jax_distill.data import check_context, segments_beyond
+from jax_distill.hidden_layers import cached_layers, hidden_arrays
 from torch_ref.losses import logits
-from torch_ref.model import Model, device_named, head, hidden_states, load_model, local_path
+from torch_ref.model import (
+    Model,
+    device_named,
+    head,
+    hidden_states,
+    layer_outputs,
+    load_model,
+    local_path,
+)
 
 
 def top_k_of(z: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -146,15 +156,17 @@ def capture(
     *,
     chunk_size: int,
     numbers: Iterable[int] = (),
-) -> tuple[EncodedTopK, np.ndarray]:
-    """The teacher's targets of a numpy batch [B,T], numpy too, and `finite` [B].
+) -> tuple[EncodedTopK, np.ndarray, dict[str, np.ndarray]]:
+    """The teacher's targets of a numpy batch [B,T], numpy too, `finite` [B], and the outputs of
+    `manifest.hidden_layers`, bf16 [B,T,D], by their names in a cache; 0 in padding.
 
     The logits of at most `chunk_size` tokens are in memory at a time. `numbers`: of the rows, which
     decide the draws of a random sample. Padding has count 0 and
     log_tail 0: all probability lies in the tail.
     """
     rows = batch.map(lambda x: torch.tensor(x, device=model.device))
-    hidden = hidden_states(model, rows.tokens, rows.segment_ids, rows.positions).flatten(0, 1)
+    with layer_outputs(model, manifest.hidden_layers) as outputs:
+        hidden = hidden_states(model, rows.tokens, rows.segment_ids, rows.positions).flatten(0, 1)
     real_head = head(model)._replace(vocab_size=manifest.vocab_size)
     temperatures, samples = manifest.temperatures, manifest.top_k
     uniforms: Sequence[Tensor | None] = [None] * -(-len(hidden) // chunk_size)
@@ -168,24 +180,34 @@ def capture(
     ]
     real = rows.segment_ids > 0
 
+    def stored(name: str, found: Tensor) -> np.ndarray:
+        kept = torch.where(real.view(*real.shape, *[1] * (found.ndim - 2)), found, 0)
+        return kept.cpu().numpy().astype(manifest.array_shapes()[name][0])
+
     def joined(name: str) -> np.ndarray:
         found = torch.cat([getattr(part, name) for part, _ in parts]).unflatten(0, real.shape)
-        kept = torch.where(real.view(*real.shape, *[1] * (found.ndim - 2)), found, 0)
-        return kept.cpu().numpy().astype(manifest.array_shapes()[f"{TEACHER_PREFIX}{name}"][0])
+        return stored(f"{TEACHER_PREFIX}{name}", found)
 
     finite = torch.cat([finite for _, finite in parts]).unflatten(0, real.shape)
+    hidden_names = [f"{HIDDEN_PREFIX}{layer}" for layer in manifest.hidden_layers]
     names = ENCODED_FIELDS + (("draws",) if manifest.sampling == "random" else ())
-    arrays = {name: joined(name) for name in names}
-    return EncodedTopK(**arrays, temperatures=temperatures), (finite | ~real).all(1).cpu().numpy()
+    targets = EncodedTopK(**{name: joined(name) for name in names}, temperatures=temperatures)
+    states = {name: stored(name, x.float()) for name, x in zip(hidden_names, outputs, strict=True)}
+    return targets, (finite | ~real).all(1).cpu().numpy(), states
 
 
 def manifest_for(rows: Manifest, model: Model, config: Config) -> Manifest:
     """The manifest of a cache with this teacher over these rows: what `jax_distill.teacher` would
     call it."""
     embedding: Any = model.get_input_embeddings()
+    targets = config.cache.stored_targets(rows.sequence_length)
+    if config.cache.hidden_layers:
+        sizes: Any = model.config
+        layers = cached_layers(config.cache.hidden_layers, sizes.num_hidden_layers)
+        targets["optional"] |= hidden_arrays(layers, rows.sequence_length, sizes.hidden_size)
     return dataclasses.replace(
         rows,
-        **config.cache.stored_targets(rows.sequence_length),
+        **targets,
         vocab_size=min(rows.vocab_size, embedding.num_embeddings),
         teacher_fingerprint=teacher_fingerprint(local_path(config.teacher.path)),
         teacher_dtype=config.teacher.dtype,
@@ -220,7 +242,7 @@ def write_cache(
                 for start in range(first, last + 1, batch_size):
                     chosen = np.arange(start, min(start + batch_size, last + 1))
                     batch = rows.read(chosen, targets=False)
-                    targets, finite = capture(
+                    targets, finite, states = capture(
                         model, batch, manifest, chunk_size=chunk_size, numbers=chosen
                     )
                     bad = chosen[~finite]
@@ -230,7 +252,7 @@ def write_cache(
                             f"{bad.tolist()} of {path}; look at the teacher's weights, or set "
                             "teacher.dtype float32"
                         )
-                    parts.append(targets.arrays() | rows_of(batch))
+                    parts.append(targets.arrays() | states | rows_of(batch))
                     done += 1
                     bar.update(done, None)
                 arrays = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
@@ -297,12 +319,6 @@ def main(argv: Sequence[str]) -> None:
     if "--help" in rest:
         parser.print_help()
     config = load(rest, "torch_ref.teacher")
-    if config.cache.hidden_layers:
-        raise UserError(
-            f"expected cache.hidden_layers 0 in torch_ref.teacher, got "
-            f"{config.cache.hidden_layers}; leave it, use python -m jax_distill.teacher, or "
-            "teacher.mode online"
-        )
     if not options.rows:
         raise UserError(
             "expected --rows ROWS, got none; make them with python -m jax_distill.teacher "

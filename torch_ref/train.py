@@ -5,55 +5,28 @@ with transformers' own models. The caches must be there, made as configured (`py
 jax_distill.teacher`, or `python -m torch_ref.teacher`); give this run its own --output_dir, and
 --cache.path that of the caches. Re-run the same command to resume. What it cannot do as configured
 is refused by name.
-
-B rows of an optimizer step, T positions.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from jax_distill import loop
 from jax_distill.base.command import CommandLine, run_command
-from jax_distill.base.console import StepProgress, StopSignal, say
+from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
-from jax_distill.batch import DRAWS, Batch
-from jax_distill.cache import (
-    Cache,
-    refuse_other_cache,
-    table_rows,
-    teacher_fingerprint,
-    validation_rows,
-)
+from jax_distill.batch import DRAWS
+from jax_distill.cache import Cache, refuse_other_cache, table_rows, teacher_fingerprint
 from jax_distill.config import Config, as_dict, flatten, load, without_teacher
-from jax_distill.data import row_indices, vocabulary_of
-from jax_distill.hidden_layers import PROJECTION, start_projection, teacher_width, with_pairs
+from jax_distill.data import vocabulary_of
+from jax_distill.hidden_layers import with_pairs
 from jax_distill.model_folder import model_card
-from jax_distill.run import Metrics, Run
+from jax_distill.run import Run
 from jax_distill.sweep import sweep
-from torch_ref.checkpoint import Checkpoints
 from torch_ref.evaluate import test_table
-from torch_ref.model import (
-    Model,
-    device_named,
-    load_config,
-    load_model,
-    local_path,
-    recompute_layers,
-)
-from torch_ref.optimizer import (
-    clip_gradients,
-    learning_rate_schedule,
-    make_optimizer,
-    set_learning_rate,
-)
-from torch_ref.routers import Routers
-from torch_ref.step import Live, LossTask, StepSums, add, backward, loss_sums, means
+from torch_ref.fit import fit
+from torch_ref.model import Model, device_named, load_config, load_model, local_path
 from torch_ref.student import count_parameters, export, prepare_student
 from torch_ref.teacher import default_device
 
@@ -96,175 +69,9 @@ def refuse_unknown(config: Config) -> None:
         )
 
 
-def loss_task(
-    config: Config,
-    vocab_size: int,
-    cache: Cache,
-    *,
-    routers: Routers,
-    teacher: Model | None = None,
-    projection: torch.Tensor | None = None,
-) -> LossTask:
-    """The loss as configured, for a student with a head of `vocab_size` real rows, with a live
-    teacher or not."""
-    loss, compute_dtype = config.loss, getattr(torch, config.train.compute_dtype)
-    live = None
-    if teacher is not None:
-        top_k = config.cache.top_k if config.teacher.mode == "online_top_k" else None
-        live = Live(teacher, loss.temperature, top_k, cache.manifest.vocab_size)
-    return LossTask(
-        loss.objective(),
-        loss.execution(),
-        vocab_size,
-        compute_dtype,
-        live,
-        loss.hidden_objective(),
-        projection,
-        routers,
-    )
-
-
-def make_projection(
-    config: Config, model: Model, cache: Cache, teacher: Model | None
-) -> torch.Tensor | None:
-    """The projections [P,D',D] of the hidden-state loss as they start, or None where there is none
-    or the widths are equal."""
-    objective = config.loss.hidden_objective()
-    if objective is None:
-        return None
-    live_width = None if teacher is None else teacher.config.get_text_config().hidden_size
-    theirs = teacher_width(config, cache.manifest, live_width)
-    ours = model.config.get_text_config().hidden_size
-    if ours == theirs:
-        return None
-    pairs = len(objective.pairs)
-    start = start_projection(pairs, width=ours, teacher=theirs, seed=config.seed)
-    return torch.from_numpy(start).to(model.device, model.dtype).requires_grad_()
-
-
 def layer_count(config: Any) -> int:
     """Of a model's configuration."""
     return int(config.get_text_config().num_hidden_layers)
-
-
-def read_batch(cache: Cache, rows: np.ndarray, config: Config) -> Batch:
-    """Rows of a cache with the targets as configured."""
-    if config.teacher.is_live:
-        return cache.read(rows, targets=False)
-    hidden = config.loss.hidden_objective()
-    return cache.read(
-        rows,
-        temperature=config.loss.temperature,
-        top_k=config.cache.read_top_k,
-        hidden_layers=hidden.teacher_layers if hidden else (),
-    )
-
-
-@torch.no_grad()
-def validation_means(
-    model: Model, cache: Cache, config: Config, task: LossTask
-) -> dict[str, float]:
-    """The training objective on the validation rows, per valid token."""
-    rows = validation_rows(cache)
-    size = config.train.micro_batch_size or config.train.batch_size
-    total: StepSums | None = None
-    for first in range(0, len(rows), size):
-        batch = read_batch(cache, rows[first : first + size], config)
-        total = add(total, loss_sums(model, batch, task))
-    values = means(total) if total else {}
-    return {f"val_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
-
-
-def fit(
-    config: Config,
-    folder: Path,
-    model: Model,
-    *,
-    caches: tuple[Cache, Cache],
-    steps: int,
-    vocab_size: int,
-    what: str,
-    teacher: Model | None = None,
-    resume_step: int | None = None,
-) -> None:
-    """Train `model` in place for `steps` optimizer steps, from the newest checkpoint in `folder`,
-    beside a live teacher if there is one. `config.loss.hidden_layers` are pairs.
-
-    Raises:
-        RunError: the loss, or the validation loss, is not finite; names the step and the rows.
-            Nothing of it is saved. Or the checkpoint to resume from is damaged.
-        Stopped: after SIGTERM or SIGINT, the state being saved.
-    """
-    train, options, (train_cache, heldout_cache) = config.train, config.optimizer, caches
-    schedule = learning_rate_schedule(
-        options.schedule,
-        learning_rate=options.learning_rate,
-        final=options.final_learning_rate,
-        warmup_steps=options.warmup_steps,
-        steps=steps,
-    )
-    parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-    projection = make_projection(config, model, train_cache, teacher)
-    if projection is not None:
-        parameters[PROJECTION] = projection
-    optimizer = make_optimizer(
-        options.name,
-        parameters,
-        b1=options.b1,
-        b2=options.b2,
-        weight_decay=options.weight_decay,
-    )
-    if train.remat == "layer":
-        recompute_layers(model)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
-    first = loop.first_step(checkpoints, steps=steps, resume_step=resume_step)
-    if first:
-        checkpoints.restore(first, parameters, optimizer)
-        if resume_step is not None:
-            checkpoints.set_aside_after(first)
-        say(f"{what}: resumed at step {first} of {steps}")
-    routers = Routers(model, config.loss.router_weight)
-    task = loss_task(
-        config, vocab_size, train_cache, routers=routers, teacher=teacher, projection=projection
-    )
-    micro = train.micro_batch_size or train.batch_size
-    tokens = train.batch_size * train_cache.manifest.sequence_length
-    progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
-    with StopSignal() as stop, Metrics(folder, resume_step=first) as metrics, progress:
-        for index in range(first, steps):
-            begin = time.perf_counter()
-            rows = row_indices(
-                index,
-                batch_size=train.batch_size,
-                num_rows=train_cache.rows,
-                seed=config.seed,
-            )
-            batch = read_batch(train_cache, rows, config)
-            sums = backward(model, batch, task, micro_batch_size=micro)
-            norm = clip_gradients(parameters.values(), options.clip_norm)
-            values = means(sums) | routers.metrics()
-            values["gradient_norm"] = norm.item()
-            values["learning_rate"] = schedule(index)
-            step = index + 1
-            loop.check_step(values, step, rows, checkpoints)
-            set_learning_rate(optimizer, values["learning_rate"])
-            optimizer.step()
-            model.zero_grad()  # validation can use their memory
-            values["tokens_per_second"] = tokens / (time.perf_counter() - begin)
-            due = loop.due(train, step, steps)
-            if due.evaluate:
-                values |= validation_means(model, heldout_cache, config, task)
-                loop.check_validation(values, step, rows, checkpoints)
-            if due.log:
-                metrics.log(step, values)
-            stopping = stop.received  # read once: it may come between the save and the stop
-            if due.save or stopping:
-                checkpoints.save(step, parameters, optimizer, validation=loop.best_by(values))
-            progress.update(step, values["loss"])
-            if stopping:
-                raise loop.stopped(stopping, what, step, steps)
-        loop.check_stop(stop, what, steps)
-    model.eval()
 
 
 def student_vocabulary(model: Model, folder: Path, cache: Cache) -> int:
@@ -331,14 +138,53 @@ def open_caches(config: Config) -> tuple[Cache, Cache]:
     return caches[0], caches[1]
 
 
+def load_beside(config: Config, path: str | None, missing: str, device: str) -> Model | None:
+    """The teacher that runs beside the student, where the mode is one that wants it.
+
+    Raises:
+        UserError: it is not here, for the reason `missing`.
+    """
+    if missing:
+        say(
+            "training from the cache alone, without the test table, which needs the live teacher: "
+            + missing
+        )
+    if not config.teacher.is_live:
+        return None
+    if missing:
+        mode = config.teacher.mode
+        raise UserError(f"{missing}; it runs beside the student with teacher.mode {mode}")
+    assert path
+    model = load_model(path, dtype=config.teacher.dtype, device=device)
+    say(f"teacher: {path}, beside the student")
+    return model
+
+
+def final_table(
+    config: Config, models: dict[str, Model], cache: Cache
+) -> dict[str, dict[str, float]]:
+    """Teacher, student before, student and baseline on the rows nothing else looks at."""
+    table = test_table(
+        models,
+        cache,
+        table_rows(cache),
+        batch_size=config.teacher.batch_size,
+        chunk_size=config.loss.chunk_size,
+    )
+    for name, row in table.items():
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
+        say(f"test table, {name}: {shown}")
+    return table
+
+
 def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     """The whole job in order."""
+    # 1. The caches, and the models' files.
     caches = open_caches(config)
     train_cache, heldout_cache = caches
     run.use_cache(train_cache.manifest.fingerprint)
     teacher_path, missing = live_teacher(config, train_cache)
     start, folder = prepare_student(config, run.path, teacher_path, trained=run.trained)
-    steps = config.train.total_steps(train_cache.rows)
 
     def student() -> Model:
         model = load_model(start, dtype=config.train.param_dtype, device=device)
@@ -347,50 +193,27 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         return model
 
     model = student()
-    vocab_size = student_vocabulary(model, folder, train_cache)
     depth = None if teacher_path is None else layer_count(load_config(teacher_path))
     config = with_pairs(config, student=layer_count(model.config), teacher=depth)
-    if missing:
-        say(
-            "training from the cache alone, without the test table, which needs the live teacher: "
-            + missing
-        )
-    options: dict[str, Any] = {"caches": caches, "steps": steps, "vocab_size": vocab_size}
-    live = None
-    if config.teacher.is_live:
-        if missing:
-            mode = config.teacher.mode
-            raise UserError(f"{missing}; it runs beside the student with teacher.mode {mode}")
-        assert teacher_path
-        live = load_model(teacher_path, dtype=config.teacher.dtype, device=device)
-        say(f"teacher: {teacher_path}, beside the student")
-    fit(
-        config,
-        run.path,
-        model,
-        what="student",
-        teacher=live,
-        resume_step=config.train.resume_step,
-        **options,
-    )
+
+    # 2. Training, and the same without the teacher.
+    steps = config.train.total_steps(train_cache.rows)
+    vocab_size = student_vocabulary(model, folder, train_cache)
+    shared: dict[str, Any] = {"caches": caches, "steps": steps, "vocab_size": vocab_size}
+    live, step = load_beside(config, teacher_path, missing, device), config.train.resume_step
+    fit(config, run.path, model, what="student", teacher=live, resume_step=step, **shared)
     models = {"student_before": student(), "student": model}
     if config.train.ce_baseline:
         baseline = models["ce_baseline"] = student()
         baseline_folder = run.path / "ce_baseline"
-        fit(without_teacher(config), baseline_folder, baseline, what="CE-only student", **options)
-    table: dict[str, dict[str, float]] = {}
+        fit(without_teacher(config), baseline_folder, baseline, what="CE-only student", **shared)
+
+    # 3. The test table, the exported folder, summary and report.
+    table, teacher_parameters = {}, None
     if teacher_path:
         teacher = load_model(teacher_path, dtype=config.teacher.dtype, device=device)
-        table = test_table(
-            {"teacher": teacher, **models},
-            heldout_cache,
-            table_rows(heldout_cache),
-            batch_size=config.teacher.batch_size,
-            chunk_size=config.loss.chunk_size,
-        )
-        for name, row in table.items():
-            shown = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
-            say(f"test table, {name}: {shown}")
+        table = final_table(config, {"teacher": teacher, **models}, heldout_cache)
+        teacher_parameters = count_parameters(teacher)
     summary = loop.summary_of(
         run,
         config,
@@ -398,14 +221,10 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         steps=steps,
         table=table,
         student_parameters=count_parameters(model),
-        teacher_parameters=count_parameters(teacher) if teacher_path else None,
+        teacher_parameters=teacher_parameters,
     )
-    card = model_card(
-        summary=summary,
-        config=as_dict(config),
-        cache=train_cache.manifest.fingerprint,
-        program="jax_distill's torch_ref",
-    )
+    fingerprint, program = train_cache.manifest.fingerprint, "jax_distill's torch_ref"
+    card = model_card(summary=summary, config=as_dict(config), cache=fingerprint, program=program)
     export(model, folder, run.path / "export", card=card)
     loop.finish(run, summary)
 

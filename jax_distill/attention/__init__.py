@@ -23,12 +23,13 @@ from jax_distill.attention.cudnn import backward_workspace, cudnn_attention, cud
 from jax_distill.attention.grouped import LONGEST, grouped_attention
 from jax_distill.attention.hopper import hopper_attention, hopper_refuses
 from jax_distill.attention.mask import Mask
-from jax_distill.attention.reference import reference_attention
+from jax_distill.attention.reference import attend_to, reference_attention
 
 __all__ = [
     "ATTENTION_IMPLEMENTATIONS",
     "Implementation",
     "Mask",
+    "attend_to",
     "attention",
     "backward_workspace",
     "cudnn_takes",

@@ -30,9 +30,16 @@ class Mask:
 
     def allowed(self) -> jax.Array:
         """bool [B,T,S]: whether query t sees key s, t − w < s ≤ t in one segment."""
-        position = jnp.arange(self.segment_ids.shape[1])
-        distance = position[:, None] - position[None, :]
+        return self.same_segment() & self._near(jnp.arange(self.segment_ids.shape[1]))[None]
+
+    def allowed_to(self, query: jax.Array, count: int) -> jax.Array:
+        """`allowed` of the queries `query` … `query` + `count` − 1 alone: bool [B,count,S]."""
+        own = jax.lax.dynamic_slice_in_dim(self.segment_ids, query, count, axis=1)
+        same = own[:, :, None] == self.segment_ids[:, None, :]
+        return same & self._near(query + jnp.arange(count))[None]
+
+    def _near(self, query: jax.Array) -> jax.Array:
+        """bool [T,S]: whether a key s is neither after nor too far before each query [T]."""
+        distance = query[:, None] - jnp.arange(self.segment_ids.shape[1])[None, :]
         near = distance >= 0
-        if self.window is not None:
-            near &= distance < self.window
-        return self.same_segment() & near[None]
+        return near if self.window is None else near & (distance < self.window)

@@ -33,6 +33,11 @@ def above_zero(text: str) -> int:
     return int(text)
 
 
+def at_least_zero(text: str) -> int:
+    """A whole number, 0 among them, as argparse's `type`."""
+    return 0 if re.fullmatch("0+", text) else above_zero(text)
+
+
 def positive_numbers(text: str) -> list[int]:
     """`8192,32768` → [8192, 32768], as argparse's `type`."""
     return [above_zero(part) for part in text.split(",")]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from jax_distill.base.command import run_command
 from jax_distill.base.errors import UserError
-from jax_distill.bench import gpu_check, head, peers, step
+from jax_distill.bench import cache, gpu_check, head, peers, step
 
 BENCHMARKS = {
+    "cache": cache.main,
     "head": head.main,
     "peers": peers.main,
     "gpu_check": gpu_check.main,

@@ -23,7 +23,8 @@ from jax_distill.attention import (
     hopper_refuses,
 )
 from jax_distill.bench.peers import norm_error
-from jax_distill.doctor import LIMITS, QUICKLY
+from jax_distill.devices import QUICK_COMPILE
+from jax_distill.doctor import LIMITS
 
 DTYPES = ("float32", "bfloat16")
 NAMES = ("query", "key", "value", "sinks")
@@ -122,7 +123,7 @@ def check(size: Size, on_row: Callable[[dict[str, Any]], None]) -> None:
             with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
                 lowered = jax.jit(_program(name, masks)).lower(*inputs["packed"])
             on_cpu = jax.local_devices()[0].platform == "cpu"
-            program = lowered.compile(compiler_options=QUICKLY if on_cpu else None)
+            program = lowered.compile(compiler_options=QUICK_COMPILE if on_cpu else None)
             for row in rows:
                 got = jax.device_get(program(*inputs[row]))
                 for mask, results in zip(masks, got, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_distill.base.errors import RunError, UserError
-from jax_distill.cache import Cache, Manifest, create, levels, shard_file
+from jax_distill.cache import Cache, Manifest, create, shard_file
 from jax_distill.cache_test import cache_of, captured, folder_bytes, random_rows, small
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -158,16 +158,6 @@ def test_a_cache_keeps_the_level_that_it_was_begun_with(tmp_path):
     assert b'"clevel":9' not in folder_bytes(tmp_path / "whole")["tokens/zarr.json"]
     rows = [Cache.open(str(tmp_path / name)).read([9, 0]) for name in ("whole", "b")]
     np.testing.assert_array_equal(*(each.targets.logprobs for each in rows))
-
-
-def test_the_levels_of_a_cache_are_measured(tmp_path, capsys):
-    small(tmp_path)
-    levels.main([str(tmp_path)])
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("4 rows of 12, ") and len(rest) == 9
-    assert all(
-        re.match(r"level \d: [\d.]+ bytes a token, [\d,]+ tokens/s, ", line) for line in rest
-    )
 
 
 def flip(file: Path) -> None:

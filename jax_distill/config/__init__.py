@@ -11,6 +11,7 @@ from jax_distill.config.schema import (
     CacheConfig,
     Config,
     DataConfig,
+    EvaluateConfig,
     FromTeacher,
     LossConfig,
     MeshConfig,
@@ -20,17 +21,17 @@ from jax_distill.config.schema import (
     TeacherConfig,
     TrainConfig,
     as_dict,
-    field_names,
     save,
     without_teacher,
 )
-from jax_distill.config.typed import flatten
+from jax_distill.config.typed import field_names, flatten
 from jax_distill.config.yaml_text import parse, read_mapping
 
 __all__ = [
     "CacheConfig",
     "Config",
     "DataConfig",
+    "EvaluateConfig",
     "FromTeacher",
     "LossConfig",
     "MeshConfig",

@@ -23,7 +23,7 @@ def derived(config: Config, name: str) -> Config:
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
     train, loss = config.train, config.loss
-    micro = train.micro_batch_size or train.batch_size
+    micro = train.rows_per_micro_batch
     if train.batch_size % micro:
         raise UserError(
             f"expected train.micro_batch_size to divide train.batch_size {train.batch_size}, "
@@ -228,8 +228,8 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         loss.gradient_chunks
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
-        train.save_every train.keep train.ce_baseline_learning_rate mesh.num_processes
-        mesh.heartbeat_seconds""",
+        train.save_every train.keep train.ce_baseline_learning_rate evaluate.sample_tokens
+        mesh.num_processes mesh.heartbeat_seconds""",
     ),
     (
         lambda x: x >= 0,
@@ -237,7 +237,7 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         """loss.kl_weight loss.ce_weight loss.z_loss_weight loss.router_weight
         loss.hidden_weight cache.hidden_layers
         optimizer.warmup_steps optimizer.final_learning_rate optimizer.weight_decay
-        mesh.process_id""",
+        evaluate.samples mesh.process_id""",
     ),
     (lambda x: x >= 2, "of at least 2", "data.sequence_length"),
     (lambda x: 0 <= x < 1, "in [0, 1)", "data.heldout_fraction optimizer.b1 optimizer.b2"),

@@ -8,8 +8,15 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jax_distill.config.schema import Config, dataclass_in, field_names
-from jax_distill.config.typed import alternatives, annotation_of, is_list, type_names
+from jax_distill.config.schema import Config
+from jax_distill.config.typed import (
+    alternatives,
+    annotation_of,
+    dataclass_in,
+    field_names,
+    is_list,
+    type_names,
+)
 from jax_distill.objective import Execution, Objective
 
 

@@ -11,10 +11,11 @@ from jax_distill.base.command import run_command
 from jax_distill.base.errors import UserError
 from jax_distill.config.checks import derived
 from jax_distill.config.describe import help_lines
-from jax_distill.config.schema import Config, as_dict, field_names
+from jax_distill.config.schema import Config, as_dict
 from jax_distill.config.typed import (
     alternatives,
     annotation_of,
+    field_names,
     from_mapping,
     is_list,
 )

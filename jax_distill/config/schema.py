@@ -327,6 +327,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class EvaluateConfig:
+    """What a finished run shows beside its test table.
+
+    Attributes:
+        samples: beginnings of held-out documents that teacher and students continue, side by side
+            in the log, summary.json and report.html; 0: none.
+        sample_tokens: how many tokens each writes.
+    """
+
+    samples: int = 2
+    sample_tokens: int = 32
+
+
+@dataclass(frozen=True)
 class MeshConfig:
     """Devices. −1 takes as many as there are.
 
@@ -378,25 +392,7 @@ class Config:
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig = TrainConfig()
     mesh: MeshConfig = MeshConfig()
-
-
-def field_names(cls: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, nested dataclasses included (`loss.temperature`)."""
-    names = []
-    for f in dataclasses.fields(cls):
-        inner = dataclass_in(f.type)
-        names.append(prefix + f.name)
-        if inner is not None:
-            names += field_names(inner, f"{prefix}{f.name}.")
-    return names
-
-
-def dataclass_in(annotation: Any) -> type | None:
-    """The dataclass that a field holds, alone or beside None; None for plain values and lists."""
-    options = getattr(annotation, "__args__", (annotation,))
-    if getattr(annotation, "__origin__", None) is list:
-        return None
-    return next((t for t in options if dataclasses.is_dataclass(t)), None)  # type: ignore[return-value]
+    evaluate: EvaluateConfig = EvaluateConfig()
 
 
 def without_teacher(config: Config) -> Config:

@@ -6,7 +6,26 @@ import typing
 from typing import Any, Literal
 
 from jax_distill.base.errors import UserError, shown
-from jax_distill.config.schema import Config, dataclass_in
+from jax_distill.config.schema import Config
+
+
+def field_names(cls: type = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema, nested dataclasses included (`loss.temperature`)."""
+    names = []
+    for f in dataclasses.fields(cls):
+        inner = dataclass_in(f.type)
+        names.append(prefix + f.name)
+        if inner is not None:
+            names += field_names(inner, f"{prefix}{f.name}.")
+    return names
+
+
+def dataclass_in(annotation: Any) -> type | None:
+    """The dataclass that a field holds, alone or beside None; None for plain values and lists."""
+    options = getattr(annotation, "__args__", (annotation,))
+    if getattr(annotation, "__origin__", None) is list:
+        return None
+    return next((t for t in options if dataclasses.is_dataclass(t)), None)  # type: ignore[return-value]
 
 
 def annotation_of(key: str) -> Any:

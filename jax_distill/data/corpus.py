@@ -84,14 +84,24 @@ def read_documents(
         used = _used_fractions(documents[0], owners[0], sources)
         documents = [_use(*pair, used, lost) for pair in zip(documents, owners, strict=True)]
     train, heldout = documents
+    _check_targets(train, heldout, _names(sources))
+    return Corpus(train, heldout, _counts(train, heldout, lost, named))
+
+
+def _check_targets(train: list[Document], heldout: list[Document], names: str) -> None:
     if not any(document.targets[1:].any() for document in train):
-        raise UserError(f"expected text to train on in {_names(sources)}, got none; add documents")
+        raise UserError(f"expected text to train on in {names}, got none; add documents")
     if heldout and not any(document.targets[1:].any() for document in heldout):
         raise UserError(
-            f"expected text to predict in the held-out part of {_names(sources)}, got none in "
+            f"expected text to predict in the held-out part of {names}, got none in "
             f"{len(heldout)} documents; raise data.heldout_fraction, or add documents"
         )
-    counts = Counts(
+
+
+def _counts(
+    train: list[Document], heldout: list[Document], lost: Counter[str], named: Counter[str]
+) -> Counts:
+    return Counts(
         documents=len(train),
         tokens=sum(len(document.tokens) for document in train),
         heldout_documents=len(heldout),
@@ -101,7 +111,6 @@ def read_documents(
         named=dict(named),
         **lost,
     )
-    return Corpus(train, heldout, counts)
 
 
 def read_texts(path: Path_, *, format: str = "auto", heldout_fraction: float) -> list[str]:

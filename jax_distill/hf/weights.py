@@ -88,13 +88,10 @@ def load_model(
     One tensor is read at a time and only the slices that this process's devices hold; the host
     keeps one stacked leaf, or one layer of it, beside what is already placed. `shardings`: a
     function of the abstract Param (`.shape`, `.dtype`, `.logical_axes`) or a State of shardings;
-    None is the first device.
-    A folder without a weight file of any kind gives normal(0, initializer_range) weights if `seed`
-    is given, and says so.
-    attention, experts, row_sharding: the Decoder's. packed_experts: ModelConfig's; wants a folder
-    of MXFP4.
-    Raises UserError for missing, extra, misshaped tensors and ones that are not finite, naming the
-    key.
+    None is the first device. A folder without a weight file of any kind gives
+    normal(0, initializer_range) weights if `seed` is given, and says so. attention, experts,
+    row_sharding: the Decoder's. packed_experts: ModelConfig's; wants a folder of MXFP4. Raises
+    UserError for missing, extra, misshaped tensors and ones that are not finite, naming the key.
     """
     folder = Path(folder)
     raw = read_config(folder)
@@ -125,12 +122,21 @@ def load_model(
     graphdef, abstract = nnx.split(nnx.eval_shape(build, jax.random.key(0)))
     params = dict(nnx.to_flat_state(abstract))
     placement = _placement(shardings, params)
-    if files:
-        leaves = {
-            path: param.replace(_read_leaf(files, keys[path], param, placement[path]))
-            for path, param in params.items()
-        }
-        return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+    if not files:
+        return nnx.merge(graphdef, _random_weights(folder, build, placement, seed))
+    leaves = {
+        path: param.replace(_read_leaf(files, keys[path], param, placement[path]))
+        for path, param in params.items()
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def _random_weights(
+    folder: Path,
+    build: Callable[[jax.Array], Decoder],
+    placement: dict[ParameterPath, Sharding],
+    seed: int | None,
+) -> nnx.State:
     if seed is None:
         raise UserError(
             f"expected *.safetensors in {folder}, got none; convert the weights to safetensors, "
@@ -138,8 +144,7 @@ def load_model(
         )
     say(f"{folder} has no weights: they are random, of seed {seed}")
     out: nnx.State = nnx.from_flat_state(placement)
-    fresh = jax.jit(lambda key: nnx.state(build(key)), out_shardings=out)
-    return nnx.merge(graphdef, fresh(jax.random.key(seed)))
+    return jax.jit(lambda key: nnx.state(build(key)), out_shardings=out)(jax.random.key(seed))
 
 
 def _placement(shardings: Any, params: dict) -> dict[ParameterPath, Sharding]:

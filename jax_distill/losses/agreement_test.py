@@ -13,17 +13,12 @@ from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from jax_distill.batch import Batch
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, LossSums, kl_and_grads, loss
 from jax_distill.losses.float64_test import Gradients, Sums, float64_loss
 from jax_distill.objective import DIVERGENCES, IMPLEMENTATIONS, TAILS, Execution, Objective
 from jax_distill.synthetic import exact_targets, loss_inputs
 
-FAST_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-if jax.version.__version_info__ < (0, 11):  # later compilers know no such option
-    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False  # a third of the time
 EPSILON = float(np.finfo(np.float32).eps)
 RTOL = 16 * EPSILON
 """Of an fp32 result: sums of at most 16 products or of 70 exponentials, each with a rounding of
@@ -104,7 +99,7 @@ def chunks_of(positions: int, case: Case, implementation: str = "fused", **more:
 @partial(
     jax.jit,
     static_argnames=("implementation", "objective", "execution"),
-    compiler_options=FAST_COMPILE,
+    compiler_options=QUICK_COMPILE,
 )
 def sums_and_gradients(
     hidden: jax.Array,
@@ -159,7 +154,7 @@ def forward(
     dtype: Any = jnp.float32,
 ) -> LossSums:
     """The sums alone."""
-    function = jax.jit(loss, static_argnums=(3, 4), compiler_options=FAST_COMPILE)
+    function = jax.jit(loss, static_argnums=(3, 4), compiler_options=QUICK_COMPILE)
     execution = chunks_of(chunk, case, implementation)
     return function(*on_device(case, dtype), objective, execution)
 

@@ -77,9 +77,10 @@ def live_chunk(
 
 def chunk_gradient(
     rows: jax.Array,
+    part: Batch,
+    *,
     head: Head,
     weight: jax.Array,
-    part: Batch,
     objective: Objective,
     axis: str | None,
 ) -> tuple[TokenValues, ChunkGradient]:

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, loss
 from jax_distill.losses.agreement_test import (
-    FAST_COMPILE,
     RTOL,
     Case,
     chunks_of,
@@ -49,7 +49,7 @@ def test_both_gradients_are_multiplied_by_the_incoming_cotangent(implementation)
     value = loss_of(case, implementation)
     gradients = jax.jit(
         jax.grad(lambda hidden, weight, factor: factor * value(hidden, weight), (0, 1)),
-        compiler_options=FAST_COMPILE,
+        compiler_options=QUICK_COMPILE,
     )
     inputs = (case.hidden, case.head.weight)
     once, more = gradients(*inputs, jnp.float32(1.0)), gradients(*inputs, jnp.float32(3.7))
@@ -69,7 +69,7 @@ def of_weights_shape(function: Any, *inputs: Any) -> list[str]:
 
 def temporaries(function: Any, *inputs: Any) -> int:
     """Bytes that the compiled program holds beside its inputs and outputs."""
-    lowered = jax.jit(function, compiler_options=FAST_COMPILE).lower(*inputs)
+    lowered = jax.jit(function, compiler_options=QUICK_COMPILE).lower(*inputs)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -167,7 +167,7 @@ def test_part_of_a_head_is_trained():
             return value(case.hidden, jnp.where(rows, jax.lax.stop_gradient(weight), weight))
 
         return np.asarray(
-            jax.jit(jax.grad(partly), compiler_options=FAST_COMPILE)(case.head.weight)
+            jax.jit(jax.grad(partly), compiler_options=QUICK_COMPILE)(case.head.weight)
         )
 
     whole, part = gradient("dense", 0), gradient("fused", 30)
@@ -193,7 +193,7 @@ def test_tied_embeddings_and_low_rank_heads_train(dtype):
 
             return jax.lax.scan(micro, jnp.float32(0), None, length=2)[0]
 
-        function = jax.jit(jax.grad(total, (0, 1)), compiler_options=FAST_COMPILE)
+        function = jax.jit(jax.grad(total, (0, 1)), compiler_options=QUICK_COMPILE)
         return function(case.head.weight, jnp.full((67, 3), 0.1, dtype))
 
     for wanted, got in zip(gradients("dense"), gradients("fused"), strict=True):
@@ -209,7 +209,7 @@ def test_an_fp32_head_beside_bf16_hidden_states_keeps_an_fp32_gradient():
     hidden, weight = on_device(case, jnp.bfloat16).hidden, jnp.asarray(case.head.weight)
     for name in ("fused_chunked", "fused"):
         value = loss_of(case, name, chunk=16)
-        gradient = jax.jit(jax.grad(value, 1), compiler_options=FAST_COMPILE)(hidden, weight)
+        gradient = jax.jit(jax.grad(value, 1), compiler_options=QUICK_COMPILE)(hidden, weight)
         assert gradient.dtype == jnp.float32
         rounded = np.asarray(gradient).astype(ml_dtypes.bfloat16).astype(np.float32)
         assert np.any(rounded != np.asarray(gradient))
@@ -226,7 +226,7 @@ def test_dividing_by_the_count_costs_no_further_digit():
     for count in (1.0, 37.0):
         gradient = jax.jit(
             jax.grad(lambda hidden, count=count: value(hidden, bf16.head.weight) / count),
-            compiler_options=FAST_COMPILE,
+            compiler_options=QUICK_COMPILE,
         )(bf16.hidden)
         errors[count] = relative_error(count * np.asarray(gradient, np.float64), wanted["hidden"])
     assert errors[37.0] < (2.5 / 2) ** 0.5 * errors[1.0]
@@ -239,7 +239,7 @@ def test_a_bias_is_trained_beside_a_frozen_weight():
         execution = chunks_of(4, case)
         return loss(case.hidden, replace(head, bias=bias), case.batch, execution=execution).loss
 
-    gradient = jax.jit(jax.grad(value), compiler_options=FAST_COMPILE)
+    gradient = jax.jit(jax.grad(value), compiler_options=QUICK_COMPILE)
     got = np.asarray(gradient(case.head.bias, case.head), np.float64)
     exact = make_case(34, bias=True)
     assert relative_error(got, float64_loss(*exact)[1]["bias"]) < logit_error(exact)

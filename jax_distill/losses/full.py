@@ -25,6 +25,9 @@ class FullTokenValues(NamedTuple):
         confidence: q of the student's most likely token, at τ = 1.
         correct: 1 where that token is the label.
         teacher_confidence, teacher_correct: the teacher's.
+        acceptance_rate: Σ min(p, q) over the vocabulary at τ = 1, the probability that speculative
+            sampling keeps a token which the student drafts (Leviathan et al. 2023, arXiv
+            2211.17192, theorem 3.5).
     """
 
     kl: jax.Array
@@ -35,6 +38,7 @@ class FullTokenValues(NamedTuple):
     correct: jax.Array
     teacher_confidence: jax.Array
     teacher_correct: jax.Array
+    acceptance_rate: jax.Array
 
 
 @jax.named_scope("loss")
@@ -108,6 +112,7 @@ def full_token_values(
                 correct=correct,
                 teacher_confidence=teacher_confidence,
                 teacher_correct=teacher_correct,
+                acceptance_rate=jnp.sum(jnp.exp(jnp.minimum(teacher_log_p, log_q_one)), axis=-1),
             )
             found[name] = jax.tree.map(
                 lambda x: jnp.where(mask, x.astype(jnp.float32), 0.0), of_student

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, full_token_values, token_values
-from jax_distill.losses.agreement_test import EPSILON, FAST_COMPILE, RTOL
+from jax_distill.losses.agreement_test import EPSILON, RTOL
 from jax_distill.losses.float64_test import log_softmax, logits
 from jax_distill.objective import Execution
 from jax_distill.synthetic import exact_targets, loss_inputs
@@ -14,7 +15,7 @@ from jax_distill.synthetic import exact_targets, loss_inputs
 
 def compare(*arguments, **options):
     call = jax.jit(
-        lambda *arguments: full_token_values(*arguments, **options), compiler_options=FAST_COMPILE
+        lambda *arguments: full_token_values(*arguments, **options), compiler_options=QUICK_COMPILE
     )
     return call(*arguments)
 
@@ -58,6 +59,7 @@ def test_values_of_two_students_are_those_of_float64(temperature):
             "correct": q_one.argmax(axis=-1) == label[..., 0],
             "teacher_confidence": np.exp(at_one.max(axis=-1)),
             "teacher_correct": at_one.argmax(axis=-1) == label[..., 0],
+            "acceptance_rate": np.minimum(np.exp(at_one), np.exp(q_one)).sum(axis=-1),
         }
         # A logit is a sum of D ≤ 8 products and as exact as D·ε/2 of their sizes; a log-probability
         # is a logit minus a logsumexp; the KL is their mean.

@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_distill.batch import Batch
 from jax_distill.losses.chunks import Chunk, Cut, valid_first_order
-from jax_distill.losses.dlogits import ChunkGradient, chunk_gradient, group_gradient
+from jax_distill.losses.dlogits import chunk_gradient, group_gradient
 from jax_distill.losses.gradient import set_entries
 from jax_distill.losses.head import Head, hidden_gradient, weight_gradient, zero_masked
 from jax_distill.losses.layout import Layout
 from jax_distill.losses.values import add_sums, sum_values, zero_sums
-from jax_distill.objective import LossSums, Objective, TokenValues
+from jax_distill.objective import LossSums, Objective
 
 
 class GradientRequest(NamedTuple):
@@ -126,14 +126,8 @@ def fused_loop(
     packed = request.hidden and request.pack_hidden and dtype == jnp.bfloat16
     trained = request.hidden or request.weight or request.bias
     group = min(cut.size * cut.merged, length) if trained else cut.size
-    order, iterations = None, -(-length // group)
-    if cut.valid_first:
-        order = valid_first_order(batch.mask)
-        longest = jnp.max(jnp.sum(batch.mask, axis=1, dtype=jnp.int32))
-        iterations = -(-longest // jnp.int32(group))
-
-    def gradient_of(rows: jax.Array, part: Batch) -> tuple[TokenValues, ChunkGradient]:
-        return chunk_gradient(rows, head, weight, part, objective, axis)
+    order, iterations = _turns(batch.mask, group, valid_first=cut.valid_first)
+    gradient_of = partial(chunk_gradient, head=head, weight=weight, objective=objective, axis=axis)
 
     def step(index, state: LoopState) -> LoopState:
         here = Chunk(jnp.asarray(index, jnp.int32), group, length, order)
@@ -142,8 +136,7 @@ def fused_loop(
 
         def rows_of(hidden: jax.Array) -> jax.Array:
             rows = here.read(hidden)
-            if packed:
-                rows = jax.lax.bitcast_convert_type(rows, dtype)
+            rows = jax.lax.bitcast_convert_type(rows, dtype) if packed else rows
             return zero_masked(rows, part.mask)
 
         if state.dlogits is None:
@@ -171,6 +164,17 @@ def fused_loop(
         nothing = jnp.zeros((), end.hidden.dtype)
         end = end._replace(hidden=jnp.where(batch.mask[..., None], end.hidden, nothing))
     return end
+
+
+def _turns(
+    mask: jax.Array, group: int, *, valid_first: bool
+) -> tuple[jax.Array | None, int | jax.Array]:
+    """The order of the positions [B,T], None as they stand, and how many groups the loop reads."""
+    if not valid_first:
+        return None, -(-mask.shape[1] // group)
+    order = valid_first_order(mask)
+    longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
+    return order, -(-longest // jnp.int32(group))
 
 
 def _start(

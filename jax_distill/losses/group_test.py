@@ -20,11 +20,12 @@ from jax_distill.losses.agreement_test import (
     run,
 )
 from jax_distill.losses.live_test import V, inputs, objective_of
+from jax_distill.losses.masks_test import poisoned
 from jax_distill.losses.numerics_test import equations, nearly_taught, taught_by_itself
 from jax_distill.losses.sharded_test import OBJECTIVE, compiled, make_mesh
 from jax_distill.losses.sharded_test import run as run_split
 from jax_distill.objective import Execution, Objective
-from jax_distill.synthetic import poisoned, rounding_by_norm
+from jax_distill.synthetic import rounding_by_norm
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,8 @@ def loss(
     """
     head, batch = _checked(hidden, head, batch, objective)
     layout = _layout(execution)
-    if layout is not None and batch.teacher is not None:
-        raise ValueError(
-            "expected no layout with a live teacher, got one; the compiler splits that loss"
-        )
-    if layout is not None and execution.implementation != "fused":
-        raise ValueError(
-            f"expected no layout with implementation {execution.implementation}, got one; "
-            "use implementation fused"
-        )
+    if layout is not None:
+        _check_split(execution, batch)
     if execution.implementation == "dense":
         return sum_values(dense_values(hidden, head, batch, objective), batch.mask)
     chunk = execution.positions_per_chunk(*batch.mask.shape)
@@ -150,6 +143,19 @@ def _layout(execution: Execution) -> Layout | None:
     if not (execution.layout is None or isinstance(execution.layout, Layout)):
         raise ValueError(f"expected layout to be a Layout, got {execution.layout!r}; pass one")
     return execution.layout
+
+
+def _check_split(execution: Execution, batch: Batch) -> None:
+    """ValueError for a loss that has a layout and cannot be split by it."""
+    if batch.teacher is not None:
+        raise ValueError(
+            "expected no layout with a live teacher, got one; the compiler splits that loss"
+        )
+    if execution.implementation != "fused":
+        raise ValueError(
+            f"expected no layout with implementation {execution.implementation}, got one; "
+            "use implementation fused"
+        )
 
 
 def _checked(

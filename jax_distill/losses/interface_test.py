@@ -14,11 +14,12 @@ import pytest
 
 from jax_distill import losses
 from jax_distill.batch import TopK
+from jax_distill.batch_test import exact_encoding
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, kl_and_grads, loss, token_values
 from jax_distill.losses.agreement_test import (
     EPSILON,
     EVERYTHING,
-    FAST_COMPILE,
     RTOL,
     Case,
     chunks_of,
@@ -27,7 +28,7 @@ from jax_distill.losses.agreement_test import (
     on_device,
 )
 from jax_distill.objective import TAILS, Execution, Objective
-from jax_distill.synthetic import exact_encoding, loss_inputs
+from jax_distill.synthetic import loss_inputs
 
 
 @pytest.mark.parametrize("valid", [0.7, 0.0])
@@ -51,7 +52,7 @@ def test_the_gradient_of_one_tokens_value_is_that_tokens():
         return jnp.sum(values.loss * which)
 
     which = jnp.zeros((2, 13)).at[:, 3:5].set(1.0)
-    gradient = jax.jit(jax.grad(weighed), compiler_options=FAST_COMPILE)
+    gradient = jax.jit(jax.grad(weighed), compiler_options=QUICK_COMPILE)
     some, every = gradient(case.hidden, which), gradient(case.hidden, jnp.ones((2, 13)))
     np.testing.assert_array_equal(some[:, 3:5], every[:, 3:5])
     assert not np.any(some[:, :3]) and not np.any(some[:, 5:])
@@ -133,7 +134,7 @@ def test_captured_targets_feed_the_loss_without_a_disk(tail):
     case = Case(hidden, Head(weight), batch)
     objective, execution = Objective(tail=tail), chunks_of(4, case)
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @partial(jax.jit, compiler_options=QUICK_COMPILE)
     def from_encoded(hidden, head, encoded):
         decoded = replace(batch, targets=encoded.decode(2.0))
         return loss(hidden, head, decoded, objective, execution).kl

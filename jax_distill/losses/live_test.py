@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jax_distill.batch import Batch, LiveTeacher
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, loss, token_values
-from jax_distill.losses.agreement_test import FAST_COMPILE
 from jax_distill.losses.float64_test import log_softmax
 from jax_distill.objective import DIVERGENCES, IMPLEMENTATIONS, Execution, Objective
 from jax_distill.synthetic import exact_targets, loss_inputs
@@ -49,7 +49,7 @@ def test_values_are_the_formula_in_float64(divergence, temperature):
     them and a logsumexp of V; a divergence is a mean of log-probabilities' differences."""
     hidden, weight, _, batch = inputs(temperature)
     objective = objective_of(divergence)
-    got = jax.jit(token_values, static_argnums=(3, 4), compiler_options=FAST_COMPILE)(
+    got = jax.jit(token_values, static_argnums=(3, 4), compiler_options=QUICK_COMPILE)(
         hidden, Head(weight, vocab_size=V), batch, objective, Execution(chunk_size=8)
     )
     z = logits64(hidden, weight, batch.mask)
@@ -94,7 +94,7 @@ def test_at_k_of_the_vocabulary_online_is_offline(implementation, divergence, te
         return sums.loss, sums
 
     graded = jax.jit(
-        jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=FAST_COMPILE
+        jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=QUICK_COMPILE
     )
     (_, offline), expected = graded(hidden, weight, stored)
     (_, online), got = graded(hidden, weight, live)

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from jax_distill.batch import Batch, TopK
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import chunked, dlogits, kl_and_grads, loss
 from jax_distill.losses.agreement_test import (
     EVERY,
-    FAST_COMPILE,
     RTOL,
     Case,
     assert_agrees,
@@ -21,7 +22,30 @@ from jax_distill.losses.agreement_test import (
     run,
 )
 from jax_distill.objective import Objective
-from jax_distill.synthetic import poisoned
+
+
+def poisoned(hidden: np.ndarray, batch: Batch) -> tuple[np.ndarray, Batch]:
+    """The same with NaN, ±inf and ids out of range in all masked cells."""
+    hole = ~batch.mask
+    wild = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), hole.sum())
+
+    def fill(x: np.ndarray, value: float) -> np.ndarray:
+        x = x.copy()
+        x[hole] = value
+        return x
+
+    assert batch.targets is not None
+    targets = TopK(
+        indices=fill(batch.targets.indices, 1 << 30),
+        logprobs=fill(batch.targets.logprobs, np.nan),
+        log_tail=fill(batch.targets.log_tail, np.inf),
+        count=fill(batch.targets.count, 1000),
+        draws=None if batch.targets.draws is None else fill(batch.targets.draws, -1),
+        temperature=batch.targets.temperature,
+    )
+    hidden = hidden.copy()
+    hidden[hole] = wild[:, None]
+    return hidden, replace(batch, labels=fill(batch.labels, -100), targets=targets)
 
 
 def with_mask(case: Case, mask: np.ndarray) -> Case:
@@ -109,7 +133,7 @@ def test_valid_positions_first_skips_the_empty_chunks(monkeypatch, implementatio
         projected.clear()
         execution = chunks_of(4, case, implementation, valid_first=valid_first)
         call = partial(function, *case, execution=execution)
-        jax.block_until_ready(jax.jit(call, compiler_options=FAST_COMPILE)())
+        jax.block_until_ready(jax.jit(call, compiler_options=QUICK_COMPILE)())
         jax.effects_barrier()
         assert len(projected) == chunks
 

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Layout, kl_and_grads, loss
 from jax_distill.losses.agreement_test import (
-    FAST_COMPILE,
     RTOL,
     Case,
     Expected,
@@ -69,7 +69,7 @@ def compiled(case: Case, mesh: Mesh, execution: Execution) -> tuple[Any, Case]:
     function = jax.jit(
         jax.value_and_grad(value, has_aux=True),
         out_shardings=((whole, whole), (rows, vocabulary)),
-        compiler_options=FAST_COMPILE,
+        compiler_options=QUICK_COMPILE,
     )
     return function.lower((split.hidden, split.head), split.batch).compile(), split
 
@@ -147,7 +147,7 @@ def test_an_explicit_split_takes_bf16_and_rows_with_unlike_numbers_of_valid_posi
             core = kl_and_grads(hidden, head, batch, execution=execution)
             return jax.value_and_grad(value, (0, 1))(hidden, head), core
 
-        return jax.jit(both, compiler_options=FAST_COMPILE)(hidden, head)
+        return jax.jit(both, compiler_options=QUICK_COMPILE)(hidden, head)
 
     whole = results(Execution(chunk_size=16, valid_first=True))
     split = results(Execution(chunk_size=8, valid_first=True, layout=layout))

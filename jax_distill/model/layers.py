@@ -197,14 +197,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """x [N,D] → [N,D]."""
         cos, sin, masks, kind = inputs
-
-        def by_head(x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
-            x = x.reshape(*cos.shape[:2], -1, self.head_dim)
-            return x if norm is None else norm(x)
-
-        query = rotate(by_head(self.q_proj(x), self.q_norm), cos, sin)
-        key = rotate(by_head(self.k_proj(x), self.k_norm), cos, sin)
-        value = by_head(self.v_proj(x))
+        query, key, value = self.project(x, rows=cos.shape[0])
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         sinks = None if self.sinks is None else self.sinks[...]
 
         def attend_by(
@@ -217,6 +211,17 @@ class Attention(nnx.Module):
         kinds = [partial(attend_by, mask) for mask in masks]
         mixed = jax.lax.switch(kind, kinds, sinks, query, key, value)
         return self.o_proj(mixed.reshape(x.shape[0], -1))
+
+    def project(self, x: jax.Array, *, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [N,D] → query [B,T,H,Q], key and value [B,T,G,Q], normed but not rotated."""
+
+        def by_head(x: jax.Array, norm: RMSNorm | None = None) -> jax.Array:
+            x = x.reshape(rows, -1, x.shape[-1] // self.head_dim, self.head_dim)
+            return x if norm is None else norm(x)
+
+        query = by_head(self.q_proj(x), self.q_norm)
+        key = by_head(self.k_proj(x), self.k_norm)
+        return query, key, by_head(self.v_proj(x))
 
 
 class MLP(nnx.Module):
@@ -345,11 +350,18 @@ class Layer(nnx.Module):
         self.row_sharding = row_sharding
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        x = constrain_rows(x + self.self_attn(self.input_layernorm(x), inputs), self.row_sharding)
+        mixed = self.self_attn(self.input_layernorm(x), inputs)
+        return self.after_attention(x, mixed, inputs.masks[0].segment_ids)
+
+    def after_attention(
+        self, x: jax.Array, mixed: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, Aux]:
+        """x [N,D] and what attention made of it [N,D], segment_ids [B,T] → as `__call__`."""
+        x = constrain_rows(x + mixed, self.row_sharding)
         inner = self.post_attention_layernorm(x)
         aux: Aux = ()
         if isinstance(self.mlp, ExpertMLP):
-            real = inputs.masks[0].segment_ids.reshape(-1) > 0
+            real = segment_ids.reshape(-1) > 0
             mixed, aux = self.mlp(inner, real)
         else:
             mixed = self.mlp(inner)

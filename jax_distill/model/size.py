@@ -5,19 +5,15 @@ Letters: T positions, H query heads, Q head dim, L layers.
 
 import math
 
-import jax.numpy as jnp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jax_distill.model.configuration import ModelConfig
 from jax_distill.model.decoder import Decoder
 
 
-def abstract_parameters(
-    config: ModelConfig, *, param_dtype: DTypeLike = jnp.float32
-) -> dict[tuple[str, ...], nnx.Param]:
+def abstract_parameters(config: ModelConfig) -> dict[tuple[str, ...], nnx.Param]:
     """Path → Param holding a ShapeDtypeStruct and its tags. Nothing is allocated."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), param_dtype=param_dtype))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return {
         tuple(map(str, path)): param
         for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))

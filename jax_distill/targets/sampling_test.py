@@ -15,8 +15,8 @@ import pytest
 from jax_distill.batch import Batch
 from jax_distill.cache import row_uniforms
 from jax_distill.cache.draws import GROUP
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.losses import Head, loss, token_values
-from jax_distill.losses.agreement_test import FAST_COMPILE
 from jax_distill.losses.float64_test import log_softmax
 from jax_distill.objective import Execution, Objective
 from jax_distill.synthetic import exact_targets, loss_inputs
@@ -34,7 +34,7 @@ def teacher_logits(positions: int, seed: int = 0) -> np.ndarray:
 def targets(z: np.ndarray, uniforms: np.ndarray | None = None, **options):
     """`topk_targets` of given logits: a head that is the identity."""
     options = {"vocab_size": VOCAB, "temperatures": (1.0,), "chunk_size": 64} | options
-    call = jax.jit(partial(topk_targets, **options), compiler_options=FAST_COMPILE)
+    call = jax.jit(partial(topk_targets, **options), compiler_options=QUICK_COMPILE)
     return jax.device_get(call(z, np.eye(VOCAB, dtype=np.float32), uniforms))
 
 
@@ -137,7 +137,7 @@ def values_and_gradients(hidden, weight, batch: Batch) -> tuple[np.ndarray, np.n
         values = token_values(hidden, Head(weight), batch)
         return jnp.sum(values.loss), values.kl
 
-    gradient, kl = jax.jit(jax.grad(total, has_aux=True), compiler_options=FAST_COMPILE)(hidden)
+    gradient, kl = jax.jit(jax.grad(total, has_aux=True), compiler_options=QUICK_COMPILE)(hidden)
     return np.asarray(kl[0], np.float64), np.asarray(gradient[0], np.float64)
 
 
@@ -187,7 +187,7 @@ def test_draws_in_proportion_to_the_teacher_give_the_full_kl_exactly(implementat
         sums = loss(hidden, Head(weight), drawn, Objective(tail="ignore"), execution)
         return sums.loss, sums
 
-    call = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True), compiler_options=FAST_COMPILE)
+    call = jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True), compiler_options=QUICK_COMPILE)
     (d_hidden, d_weight), sums = call(hidden, weight)
     x, w = hidden.astype(np.float64), weight.astype(np.float64)
     p, log_q = draws / draws.sum(axis=-1, keepdims=True), log_softmax(x @ w.T)

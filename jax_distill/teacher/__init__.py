@@ -11,6 +11,7 @@ from typing import Any
 _FILES = {
     "AHEAD": "writing",
     "TeacherFiles": "files",
+    "data_path": "caches",
     "expected_bytes": "writing",
     "find_teacher": "files",
     "main": "caches",

@@ -64,7 +64,7 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
         location.check_writable()
         say(f"training a tokenizer of {size} tokens on the text: {folder}")
         texts = data.read_texts(
-            _data_path(config),
+            data_path(config),
             format=config.data.format,
             heldout_fraction=config.data.heldout_fraction,
         )
@@ -74,7 +74,8 @@ def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
     return folder
 
 
-def _data_path(config: Config) -> str | list[Source]:
+def data_path(config: Config) -> str | list[Source]:
+    """`data.path` as files and folders, wherever the configuration found them."""
     path = config.data.path
     if isinstance(path, str):
         return find_path(path)
@@ -90,12 +91,10 @@ def _plan(config: Config) -> _Plan:
     tokenizer = data.Tokenizer.load(folder)
     if teacher_folder is not None and folder != teacher_folder:
         _check_tokenizers(tokenizer, teacher_folder)
-    data_path = _data_path(config)
+    path = data_path(config)
     text = config.data
     # The settings stand in the manifest by name, so that a difference is named; here, the text.
-    data_fingerprint = data.fingerprint(
-        data_path, format=text.format, tokenizer=tokenizer, settings={}
-    )
+    data_fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
     settings = text.row_settings()
     max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
     fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
@@ -113,7 +112,7 @@ def _plan(config: Config) -> _Plan:
         )
         for split in SPLITS
     }
-    return _Plan(tokenizer, teacher, data_path, manifests)
+    return _Plan(tokenizer, teacher, path, manifests)
 
 
 def _of_teacher(

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from jax_distill import sharding
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.model import Decoder, ModelConfig
 from jax_distill.objective import Execution
-from jax_distill.training.gradients_test import QUICK_COMPILE
 from jax_distill.training.optimizer import make_optimizer
 from jax_distill.training.state import make_state
 from jax_distill.training.step import loss_fn, make_train_step

@@ -27,7 +27,7 @@ from flax import nnx
 from jax.extend.core import Primitive
 
 from jax_distill.batch import Batch
-from jax_distill.model import Aux, Decoder, Output
+from jax_distill.model import Aux, Decoder, LayerInputs, Output
 from jax_distill.training.offload import fetched, returned
 from jax_distill.training.vjp import Pullback, pull_back, vjp_without_arguments
 
@@ -120,8 +120,7 @@ def backward(
     """One batch forward and backward; (carry, what `loss_fn` returned beside the loss).
 
     Args:
-        graphdef: the Decoder's.
-        params: its parameters.
+        graphdef, params: the Decoder's.
         batch: tokens, segment_ids, positions [B,T].
         loss_fn: (model, its Output) → (loss, statistics). Gradients flow back through all of the
             Output: the hidden states, the outputs of `hidden_layers`, the layers' aux.
@@ -132,22 +131,49 @@ def backward(
         hidden_layers: the layers whose outputs `loss_fn` reads. These lie in memory already, as
             inputs of the layers above.
     """
-    after_layers = tuple(name for name in params if name not in (STACK, EMBEDDING))
 
     def model_with(*slices: nnx.State) -> Decoder:
         new = {name: value for some in slices for name, value in some.raw_mapping.items()}
         return nnx.merge(graphdef, nnx.State({**params.raw_mapping, **new}))
 
     model = model_with()
-    depth = model.config.num_hidden_layers
-    slots = model.layer_slots(hidden_layers)
+    depth, slots = model.config.num_hidden_layers, model.layer_slots(hidden_layers)
     inputs = model.layer_inputs(batch.segment_ids, batch.positions)
+
+    def end(
+        x: jax.Array, chosen: jax.Array, aux: Aux, rest: nnx.State, embedding: nnx.State
+    ) -> tuple[jax.Array, Stats]:
+        model = model_with(rest, embedding)
+        return loss_fn(model, model.output(x, chosen, aux, rows=batch.tokens.shape[0]))
+
+    after_layers = tuple(name for name in params if name not in (STACK, EMBEDDING))
+    rest, embedding = ParameterSlice(after_layers), ParameterSlice((EMBEDDING,))
+    x, pull_embed = jax.vjp(lambda own: model_with(own).embed(batch.tokens), embedding.read(params))
+    x, (layer_xs, pullbacks, aux) = _through_layers(model, x, inputs)
+    outputs = [x if index == depth - 1 else layer_xs[index + 1] for index in hidden_layers]
+    chosen = jnp.stack(outputs) if outputs else jnp.zeros((0, *x.shape), x.dtype)
+    gradients, stats = jax.grad(end, argnums=(0, 1, 2, 3, 4), has_aux=True)(
+        x, chosen, aux, rest.read(params), embedding.read(params)
+    )
+    d_x, d_chosen, d_aux, d_rest, d_embedding = gradients
+    carry = on_gradient(carry, rest, d_rest)
+
+    indices = jnp.arange(depth, dtype=jnp.int32)
+    turns = _Turn(indices, inputs.kind, slots, layer_xs, pullbacks, d_aux)
+    current = params_of or (lambda _: params)
+    back = _way_back(inputs, d_chosen, on_gradient=on_gradient, params_of=current)
+    (carry, d_x), _ = jax.lax.scan(back, (carry, d_x), turns, reverse=True)
+    (d_lookup,) = pull_embed(d_x)
+    return on_gradient(carry, embedding, jax.tree.map(jnp.add, d_embedding, d_lookup)), stats
+
+
+def _through_layers(
+    model: Decoder, x: jax.Array, inputs: LayerInputs
+) -> tuple[jax.Array, tuple[jax.Array, Pullback, Aux]]:
+    """The last layer's output; and [L,…] each one's input, pullback and aux."""
     layer, stacked = model.layer_function()
     if model.remat == "none":
         layer = jax.checkpoint(layer, prevent_cse=False, policy=_save_all_but_casts)
-
-    def embed(embedding: nnx.State) -> jax.Array:
-        return model_with(embedding).embed(batch.tokens)
 
     def forward(
         x: jax.Array, turn: tuple[jax.Array, nnx.State]
@@ -157,41 +183,42 @@ def backward(
         (y, aux), pullback = vjp_without_arguments(layer, x, weights, inputs._replace(kind=kind))
         return y, (x, pullback, aux)
 
-    def end(
-        x: jax.Array, chosen: jax.Array, aux: Aux, rest: nnx.State, embedding: nnx.State
-    ) -> tuple[jax.Array, Stats]:
-        model = model_with(rest, embedding)
-        return loss_fn(model, model.output(x, chosen, aux, rows=batch.tokens.shape[0]))
+    return jax.lax.scan(forward, x, (inputs.kind, stacked))
 
-    rest, embedding = ParameterSlice(after_layers), ParameterSlice((EMBEDDING,))
-    x, pull_embed = jax.vjp(embed, embedding.read(params))
-    x, (layer_xs, pullbacks, aux) = jax.lax.scan(forward, x, (inputs.kind, stacked))
-    outputs = [x if index == depth - 1 else layer_xs[index + 1] for index in hidden_layers]
-    chosen = jnp.stack(outputs) if outputs else jnp.zeros((0, *x.shape), x.dtype)
-    gradients, stats = jax.grad(end, argnums=(0, 1, 2, 3, 4), has_aux=True)(
-        x, chosen, aux, rest.read(params), embedding.read(params)
-    )
-    d_x, d_chosen, d_aux, d_rest, d_embedding = gradients
-    carry = on_gradient(carry, rest, d_rest)
 
-    def step(
-        state: tuple[Carry, jax.Array],
-        turn: tuple[jax.Array, jax.Array, jax.Array, jax.Array, Pullback, Aux],
-    ) -> tuple[tuple[Carry, jax.Array], None]:
+class _Turn(NamedTuple):
+    """What the way back through a layer needs of it; of all of them [L,…].
+
+    slot: which of the S chosen layers it is, S for none. x: its input.
+    """
+
+    number: jax.Array
+    kind: jax.Array
+    slot: jax.Array
+    x: jax.Array
+    pullback: Pullback
+    d_aux: Aux
+
+
+def _way_back(
+    inputs: LayerInputs,
+    d_chosen: jax.Array,
+    *,
+    on_gradient: Callable[[Carry, ParameterSlice, nnx.State], Carry],
+    params_of: Callable[[Carry], nnx.State],
+) -> Callable[[tuple[Carry, jax.Array], _Turn], tuple[tuple[Carry, jax.Array], None]]:
+    """The body of the reverse scan: (carry, gradient of a layer's output) → (carry, gradient of its
+    input). d_chosen: of the S chosen layers' outputs."""
+
+    def step(state: tuple[Carry, jax.Array], turn: _Turn) -> tuple[tuple[Carry, jax.Array], None]:
         carry, d_y = state
-        index, kind, slot, x, pullback, d_aux = turn
-        if hidden_layers:
-            d_y += jnp.where(slot < len(hidden_layers), d_chosen[slot], 0)
-        this = ParameterSlice((STACK,), index)
-        weights = this.read(params if params_of is None else params_of(carry))[STACK]
-        weights = jax.tree.map(lambda leaf: leaf[0], weights)
-        arguments = (x, weights, inputs._replace(kind=kind))
-        d_x, d_weights, _ = pull_back(pullback, arguments, (d_y, d_aux))
+        if d_chosen.shape[0]:
+            d_y += jnp.where(turn.slot < d_chosen.shape[0], d_chosen[turn.slot], 0)
+        this = ParameterSlice((STACK,), turn.number)
+        weights = jax.tree.map(lambda leaf: leaf[0], this.read(params_of(carry))[STACK])
+        arguments = (turn.x, weights, inputs._replace(kind=turn.kind))
+        d_x, d_weights, _ = pull_back(turn.pullback, arguments, (d_y, turn.d_aux))
         d_stack = nnx.State({STACK: jax.tree.map(lambda leaf: leaf[None], d_weights).raw_mapping})
         return (on_gradient(carry, this, d_stack), d_x), None
 
-    indices = jnp.arange(depth, dtype=jnp.int32)
-    turns = (indices, inputs.kind, slots, layer_xs, pullbacks, d_aux)
-    (carry, d_x), _ = jax.lax.scan(step, (carry, d_x), turns, reverse=True)
-    (d_lookup,) = pull_embed(d_x)
-    return on_gradient(carry, embedding, jax.tree.map(jnp.add, d_embedding, d_lookup)), stats
+    return step

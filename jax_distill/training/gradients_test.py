@@ -12,6 +12,7 @@ from flax import nnx
 
 from jax_distill import sharding
 from jax_distill.base.errors import RunError
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.model import Decoder
 from jax_distill.model.layers import Initializer, Layer
 from jax_distill.objective import Execution
@@ -30,8 +31,6 @@ pytestmark = [
 
 STEPS, RATE, B1, B2 = 3, 1e-2, 0.9, 0.95
 EPS = float(np.finfo(np.float32).eps)
-# Many small programs: compiling them well would take longer than running them badly.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def prepare(

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 
 from jax_distill import losses, sharding
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.model import Decoder
 from jax_distill.objective import Execution, HiddenObjective
 from jax_distill.targets import topk_targets
 from jax_distill.teacher_test import model_config, random_model
-from jax_distill.training.gradients_test import QUICK_COMPILE
 from jax_distill.training.optimizer import make_optimizer
 from jax_distill.training.projection import add_projection, projection_of
 from jax_distill.training.state import make_state

@@ -11,10 +11,10 @@ import pytest
 
 from jax_distill import distil, hf, sharding
 from jax_distill.config import Config
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.hf import weights
 from jax_distill.hf_test import write_folder
 from jax_distill.training.checkpoint import Checkpoints
-from jax_distill.training.gradients_test import QUICK_COMPILE
 from jax_distill.training.program import make_programs
 from jax_distill.training.state import TrainState, make_state
 from jax_distill.training.step_test import uneven_batch

@@ -13,14 +13,15 @@ import pytest
 from flax import nnx
 
 from jax_distill.base.errors import UserError
+from jax_distill.devices import QUICK_COMPILE
 from jax_distill.model import Decoder
 from jax_distill.teacher_test import model_config
 from jax_distill.training import offload
 from jax_distill.training.checkpoint import Checkpoints
-from jax_distill.training.gradients_test import EPS, QUICK_COMPILE, assert_same, prepare
+from jax_distill.training.gradients_test import EPS, assert_same, prepare
 from jax_distill.training.optimizer import make_optimizer
 from jax_distill.training.state import TrainState, make_state, state_shapes
-from jax_distill.training.step import update_at_once, update_by_slices
+from jax_distill.training.updates import update_at_once, update_by_slices
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),

@@ -154,16 +154,16 @@ def train_program(
     """
     train, length = config.train, config.data.sequence_length
     sharding.check_rows(mesh, train.rows_per_micro_batch, "train.micro_batch_size")
-    decoder = abstract_decoder(
-        model,
-        mesh,
-        length=length,
-        param_dtype=train.param_dtype,
-        compute_dtype=train.compute_dtype,
-        remat=train.remat,
-        attention=train.attention_implementation,
-        experts=train.experts,
-    )
+    shared: dict[str, Any] = {
+        "length": length,
+        "attention": train.attention_implementation,
+        "experts": train.experts,
+    }
+    dtypes: dict[str, Any] = {
+        "param_dtype": train.param_dtype,
+        "compute_dtype": train.compute_dtype,
+    }
+    decoder = abstract_decoder(model, mesh, remat=train.remat, **dtypes, **shared)
     live, width = None, 0
     if teacher is not None:
         depths = {"student": model.num_hidden_layers, "teacher": teacher.model.num_hidden_layers}
@@ -174,22 +174,14 @@ def train_program(
             decoder, pairs=pairs, teacher_width=width, mesh=mesh, seed=config.seed, abstract=True
         )
     if teacher is not None and config.teacher.is_live:
-        live = abstract_decoder(
-            teacher.model,
-            mesh,
-            length=length,
-            param_dtype=config.teacher.dtype,
-            compute_dtype=config.teacher.dtype,
-            attention=train.attention_implementation,
-            experts=train.experts,
-            packed_experts=config.teacher.packed_experts,
-        )
-    steps = train.steps or STEPS
+        dtypes = dict.fromkeys(dtypes, config.teacher.dtype)
+        packed = config.teacher.packed_experts
+        live = abstract_decoder(teacher.model, mesh, packed_experts=packed, **dtypes, **shared)
     programs = make_programs(
         config,
         decoder,
         mesh,
-        steps=steps,
+        steps=train.steps or STEPS,
         vocab_size=vocab_size,
         teacher=live,
         teacher_vocab_size=teacher.vocab_size if teacher else 0,

@@ -1,0 +1,159 @@
+"""`bench cache`: what a cache takes and how quickly it is written and read.
+
+    python -m jax_distill.bench cache runs/quickstart/cache/train --level 1,5,8
+
+The first rows of a cache are written again at each setting and read back, as training reads them
+(`Cache.read`, one batch ahead in a thread of its own, decoded): rows at random, and in order. Cold:
+after the system was asked to forget the files; rows at random again then come from its memory.
+Beside each array's bytes stands the order-0 entropy of its numbers, what a coder without a memory
+would need at least.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jax_distill.audit import array_bytes
+from jax_distill.base.command import CommandLine, above_zero, positive_numbers
+from jax_distill.base.console import console, say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import check_new_file, write_json
+from jax_distill.cache import Cache, create
+from jax_distill.cache.arrays import LEVEL
+
+READS = ("cold", "", "sequential")  # after read_tokens_per_second_
+
+
+def entropy_bytes(array: np.ndarray) -> float:
+    """Order-0 entropy of an array's numbers, Σ −p log₂ p over their values, in bytes a row's
+    position: [N,T,…] → of the T positions each."""
+    if array.dtype.kind not in "iu":
+        array = array.view(f"u{array.dtype.itemsize}")
+    _, counts = np.unique(array, return_counts=True)
+    p = counts / array.size
+    return float(-(p * np.log2(p)).sum() / 8 * array.size / (array.shape[0] * array.shape[1]))
+
+
+def read_ahead(cache: Cache, batches: Iterator[np.ndarray]) -> int:
+    """Reads the rows of each batch, one batch ahead; how many tokens they had."""
+    tokens = 0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque([pool.submit(cache.read, next(batches))])
+        for rows in batches:
+            waiting.append(pool.submit(cache.read, rows))
+            tokens += waiting.popleft().result().labels.size
+        return tokens + waiting.popleft().result().labels.size
+
+
+def forget(folder: str) -> None:
+    """Ask the system to drop the files of a folder from its memory."""
+    os.sync()
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def measure(
+    arrays: dict[str, np.ndarray], of: Cache, *, level: int, shard_rows: int, batch_size: int
+) -> dict[str, Any]:
+    """One row of the table: the arrays [N,…] written at a setting, and read."""
+    rows = len(arrays["tokens"])
+    manifest = replace(of.manifest, shard_rows=min(shard_rows, rows))
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        with create(folder, manifest, rows, level=level) as writer:
+            for shard, first, last in writer.missing_shards():
+                writer.write(shard, {k: x[first : last + 1] for k, x in arrays.items()})
+        seconds = time.perf_counter() - begin
+        cache = Cache.open(folder)
+        found = {
+            "level": level,
+            "shard_rows": manifest.shard_rows,
+            "bytes_per_token": cache.nbytes / cache.tokens,
+            "write_tokens_per_second": arrays["tokens"].size / seconds,
+        }
+        for kind in READS:
+            order = np.arange(rows) if kind == "sequential" else rng.permutation(rows)
+            if kind != "":
+                forget(folder)
+            begin = time.perf_counter()
+            parts = iter(np.array_split(order, -(-rows // batch_size)))
+            tokens = read_ahead(cache, parts)
+            name = f"read_tokens_per_second{kind and '_'}{kind}"
+            found[name] = tokens / (time.perf_counter() - begin)
+    return found
+
+
+def print_bytes(cache: Cache, arrays: dict[str, np.ndarray]) -> None:
+    """Where the bytes of the cache as it is go, beside what a coder without a memory needs."""
+    table = Table("array", "bytes a token", "order-0 entropy")
+    for name, size in array_bytes(cache).items():
+        table.add_row(name, f"{size / cache.tokens:.2f}", f"{entropy_bytes(arrays[name]):.2f}")
+    console.print(table)
+
+
+def print_rates(rows: list[dict[str, Any]]) -> None:
+    """The settings beside each other, rates in thousands of tokens a second."""
+    titles = ("zstd level", "rows a shard", "bytes a token", "write", "random, cold", "random")
+    table = Table(*titles, "in order, cold", title="thousands of tokens a second")
+    for level, shard, size, *rates in (row.values() for row in rows):
+        table.add_row(str(level), str(shard), f"{size:.1f}", *[f"{x / 1e3:,.0f}" for x in rates])
+    console.print(table)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line above."""
+    parser = CommandLine("jax_distill.bench cache", description=__doc__)
+    parser.add_argument("cache", help="a finished cache with a teacher, e.g. cache/train")
+    parser.add_argument(
+        "--level", type=positive_numbers, default=[LEVEL], help="zstd levels, 1 to 9"
+    )
+    parser.add_argument("--shard_rows", type=positive_numbers, help="default: the cache's own")
+    parser.add_argument("--rows", type=above_zero, default=512, help="the first so many")
+    parser.add_argument("--batch_size", type=above_zero, default=8, help="rows of a read")
+    parser.add_argument("--json", help="write the table here")
+    options = parser.parse_args(argv)
+    if max(options.level) > 9:
+        raise UserError(f"expected --level from 1 to 9, got {max(options.level)}; lower it")
+    check_new_file(options.json, "--json")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints both tables; 0."""
+    options = parse(argv)
+    cache = Cache.open(options.cache)
+    cache.require_complete()
+    if not cache.manifest.top_k:
+        raise UserError(
+            f"expected a cache with a teacher, got rows alone at {cache.path}; name another"
+        )
+    rows = min(options.rows, cache.rows)
+    arrays = cache.stored_arrays(np.arange(rows))
+    say(
+        f"{rows:,} rows of {cache.sequence_length:,} tokens, K = {cache.manifest.top_k}, "
+        f"{os.cpu_count()} processors"
+    )
+    print_bytes(cache, arrays)
+    found = [
+        measure(arrays, cache, level=level, shard_rows=shard, batch_size=options.batch_size)
+        for level in options.level
+        for shard in options.shard_rows or [cache.manifest.shard_rows]
+    ]
+    print_rates(found)
+    if options.json:
+        write_json(Path(options.json), found)
+    return 0

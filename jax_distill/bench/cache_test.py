@@ -1,0 +1,43 @@
+"""The bench of caches: it writes and reads what it says, and its entropies are the definition's."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jax_distill.base.errors import UserError
+from jax_distill.bench import cache as bench
+from jax_distill.cache_test import small
+
+
+def test_the_entropy_is_that_of_the_definition():
+    quarters = np.array([[0, 1, 2, 3]] * 5, np.uint16)
+    assert bench.entropy_bytes(quarters) == pytest.approx(2 / 8)
+    thirds = np.tile(np.float16([0.5, -0.5, 0.5]), (4, 2, 1))  # [4,2,3]: three numbers a position
+    bits = -(np.log2(1 / 3) / 3 + np.log2(2 / 3) * 2 / 3)
+    assert bench.entropy_bytes(thirds) == pytest.approx(3 * bits / 8)
+
+
+def test_the_table_has_every_setting_and_reads_every_row_once(tmp_path, monkeypatch, capsys):
+    made, *_ = small(tmp_path / "cache")
+    seen = []
+    read = bench.Cache.read
+    monkeypatch.setattr(
+        bench.Cache, "read", lambda self, rows: seen.extend(rows) or read(self, rows)
+    )
+    out = tmp_path / "rates.json"
+    words = [made.path, "--level", "1,9", "--shard_rows", "4,100", "--batch_size", "3"]
+    assert bench.main([*words, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    settings = [(row["level"], row["shard_rows"]) for row in found]
+    assert settings == [(1, 4), (1, 10), (9, 4), (9, 10)]
+    assert sorted(seen) == sorted(list(range(10)) * 4 * 3)
+    rates = ("bytes_per_token", "write_tokens_per_second", "read_tokens_per_second")
+    assert all(row[name] > 0 for row in found for name in rates)
+    assert "10 rows of 12 tokens, K = 5" in capsys.readouterr().out
+
+
+def test_rows_alone_are_refused(tmp_path):
+    made, *_ = small(tmp_path, top_k=0)
+    with pytest.raises(UserError, match="expected a cache with a teacher, got rows alone"):
+        bench.main([made.path])
