@@ -15,6 +15,7 @@ from jax_distill.cache import Cache
 from jax_distill.data import Tokenizer
 from jax_distill.model import Decoder, continue_greedily
 from jax_distill.model_folder import model_name
+from jax_distill.sharding import to_host
 
 PROMPT_TOKENS = 32
 THE_TEXT = "the text itself"
@@ -99,7 +100,7 @@ def continuations(
     inputs = (prompts.tokens, prompts.segment_ids, prompts.positions)
     options = {"new_tokens": new_tokens, "vocab_size": cache.manifest.vocab_size}
     made = {
-        name: np.asarray(continue_greedily(model, *inputs, **options))
+        name: to_host(continue_greedily(model, *inputs, **options))
         for name, model in models.items()
     }
     samples = []
