@@ -86,11 +86,7 @@ def compare(
     of_teacher = hidden_and_head(teacher)
     of_students = {name: hidden_and_head(model) for name, model in students.items()}
     values = full_token_values(
-        *of_teacher,
-        of_students,
-        batch.labels,
-        batch.mask,
-        execution=execution,
+        *of_teacher, of_students, batch.labels, batch.mask, execution=execution
     )
     # A logit that is not finite makes the cross-entropy NaN, or, where it is −inf, the KL.
     any_student = next(iter(values.values()))
