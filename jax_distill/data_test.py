@@ -11,14 +11,7 @@ import tokenizers
 
 from jax_distill.base.errors import UserError
 from jax_distill.config import Source
-from jax_distill.data import (
-    Tokenizer,
-    fingerprint,
-    read_documents,
-    read_texts,
-    train_tokenizer,
-)
-from jax_distill.data.builtin import _triple_quoted, gather
+from jax_distill.data import Tokenizer, fingerprint, read_documents, train_tokenizer
 from jax_distill.data.readers import hub_fingerprint
 
 PROSE = [f"Document {i} says that {i * i} is the square of {i}. " * 4 for i in range(60)]
@@ -156,12 +149,6 @@ def test_one_text_file_is_cut_at_empty_lines_so_that_something_can_be_held_out(t
     found = "".join(texts_of(corpus.train + corpus.heldout, tokenizer))
     assert all(found.count(paragraph) == 1 for paragraph in paragraphs)
     assert len(corpus.heldout) >= 1 and len(corpus.train) >= 2
-
-
-def test_gather_keeps_every_piece_in_order():
-    pieces = [str(i) * (i % 7) for i in range(50)]
-    assert "\n\n".join(gather(pieces, 20)).split("\n\n") == pieces
-    assert gather([], 20) == []
 
 
 @pytest.mark.parametrize(
@@ -399,73 +386,6 @@ def test_fingerprint_changes_with_all_that_matters_and_with_nothing_else(
     others += [print_of([Source(path, 1.0)]), print_of([Source(path), Source(path)])]
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "twO"}])
     assert len({first, print_of(), *others}) == 7
-
-
-def test_builtin_english_is_prose_and_the_same_every_time():
-    first = read_texts("builtin:english", heldout_fraction=0.02)
-    characters = sum(map(len, first))
-    assert 7e6 < characters < 20e6 and len(first) > 1500
-    paragraphs = ["".join(p.split()) for text in first[:300] for p in text.split("\n\n")]
-    long = [paragraph for paragraph in paragraphs if len(paragraph) >= 80]
-    assert len(long) == len(set(long))
-    letters = sum(character.isalpha() or character.isspace() for character in "".join(first[:300]))
-    assert letters > 0.8 * sum(map(len, first[:300]))
-
-
-def test_builtin_topics_are_read_the_same_twice(tokenizer):
-    one, two = (read("builtin:pydoc_topics", tokenizer, heldout_fraction=0.05) for _ in range(2))
-    assert 50 < len(one.train) and 1 <= len(one.heldout) < 30
-    assert all(
-        np.array_equal(a.tokens, b.tokens) for a, b in zip(one.train, two.train, strict=True)
-    )
-
-
-def test_docstrings_are_told_from_quotes_in_comments_and_strings():
-    source = '''
-def f():
-    """First \\u00e9
-    second."""
-    x = \'"""\'  # a """ in a comment
-    y = f"""{x} not text"""
-    z = "a \\\\""
-    r"""raw \\d"""
-'''
-    assert _triple_quoted(source) == ["First é\nsecond.", "raw \\d"]
-
-
-def test_a_trained_tokenizer_is_the_same_twice_and_loses_no_text(tmp_path, tokenizer):
-    train_tokenizer(PROSE, 300, tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (tokenizer.folder / name).read_bytes()
-    assert (tokenizer.length, tokenizer.bos_id, tokenizer.eos_id) == (300, 0, 0)
-    assert not tokenizer.adds_bos and tokenizer.vocab["<|endoftext|>"] == 0
-    text = "never seen: žluťoučký 😀\r\n\t\x00 文字"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.encode(" a").tolist() != tokenizer.encode("a").tolist()
-    with pytest.raises(UserError, match="at least 257"):
-        train_tokenizer(PROSE, 256, tmp_path)
-
-
-def test_tokenizer_fingerprint_is_the_id_to_token_map(tmp_path, tokenizer, bos_tokenizer):
-    ordered = sorted((id_, token) for token, id_ in tokenizer.vocab.items())
-    expected = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
-    assert Tokenizer.load(tokenizer.folder).fingerprint == expected != bos_tokenizer.fingerprint
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="expected a tokenizer"):
-        Tokenizer.load(tmp_path)
-    with pytest.raises(UserError, match="it is not there"):
-        Tokenizer.load(tmp_path / "none")
-
-
-def test_eos_falls_back_to_config_json(tmp_path, tokenizer):
-    (tmp_path / "tokenizer.json").write_bytes((tokenizer.folder / "tokenizer.json").read_bytes())
-    assert Tokenizer.load(tmp_path).eos_id is None
-    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8], "bos_token_id": null}')
-    loaded = Tokenizer.load(tmp_path)
-    assert (loaded.eos_id, loaded.bos_id, loaded.adds_bos) == (7, None, False)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(UserError, match="'</s>'"):
-        Tokenizer.load(tmp_path)
 
 
 def test_hub_reads_a_data_set_or_names_the_pip_line(tmp_path, tokenizer, monkeypatch):

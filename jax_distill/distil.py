@@ -28,11 +28,13 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import user_cache_folder
 from jax_distill.cache import Cache
 from jax_distill.config import Config, as_dict, without_teacher
+from jax_distill.disagreements import Disagreements
 from jax_distill.fit import fit
 from jax_distill.hidden_layers import with_pairs
 from jax_distill.model import Decoder, count_parameters
 from jax_distill.model_folder import model_card
 from jax_distill.run import Run
+from jax_distill.teacher import load_teacher
 
 
 def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
@@ -47,21 +49,6 @@ def load_on_mesh(folder: Path, config: Config, mesh: Mesh) -> Decoder:
         shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
         row_sharding=sharding.batch_sharding(mesh),
         seed=config.seed,
-    )
-
-
-def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
-    """The teacher in its own dtype, as the cache was made with it."""
-    dtype = jnp.dtype(config.teacher.dtype)
-    return hf.load_model(
-        folder,
-        param_dtype=dtype,
-        compute_dtype=dtype,
-        attention=config.train.attention_implementation,
-        experts=config.train.experts,
-        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
-        row_sharding=sharding.batch_sharding(mesh),
-        packed_experts=config.teacher.packed_experts,
     )
 
 
@@ -117,10 +104,11 @@ def final_evaluation(
     words: samples.Words,
 ) -> dict[str, Any]:
     """Teacher, student before, student and baseline on the rows nothing else looks at: the test
-    table and samples, under their names in summary.json."""
+    table, samples and the positions of largest KL, as `loop.summary_of` takes them."""
     teacher_model = load_teacher(teacher_folder, config, mesh)
     students = {"student_before": load_on_mesh(start, config, mesh), **models}
     rows = evaluate.table_rows(cache)
+    disagreements = Disagreements(words, cache)
     table = evaluate.test_table(
         teacher_model,
         students,
@@ -129,6 +117,7 @@ def final_evaluation(
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
         mesh=mesh,
+        disagreements=disagreements,
     )
     evaluate.print_table(table)
     written = samples.continuations(
@@ -140,7 +129,8 @@ def final_evaluation(
         new_tokens=config.evaluate.sample_tokens,
     )
     samples.print_samples(written)
-    return {"table": table, "samples": written}
+    furthest = disagreements.found()
+    return {"table": table, "shown": {"samples": written, "disagreements": furthest}}
 
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:

@@ -146,6 +146,9 @@ def test_the_run_folder_is_whole(finished):
         assert list(texts) == ["the text itself", *models] and all(texts.values())
         for text in (sample["prompt"], *texts.values()):
             assert f"<td>{html.escape(text)}</td>" in report
+    for entry in json.loads((finished / "summary.json").read_text())["disagreements"]["student"]:
+        assert f"<td>{html.escape(entry['context'])}</td>" in report
+    assert "Largest disagreements" in report
     steps = [record["step"] for record in read_metrics(finished / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5, 6]
 

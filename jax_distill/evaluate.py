@@ -29,6 +29,7 @@ from jax_distill.cache import (
     vocabulary_conflict,
 )
 from jax_distill.data import Tokenizer, vocabulary_of
+from jax_distill.disagreements import Disagreements, furthest_positions, print_disagreements
 from jax_distill.losses import Head, full_token_values
 from jax_distill.model import Decoder
 from jax_distill.model_folder import model_name
@@ -60,7 +61,7 @@ def miscalibration(confidence: jax.Array, correct: jax.Array, mask: jax.Array) -
     return jnp.sum(in_bin * off[..., None], axis=(0, 1))
 
 
-@partial(jax.jit, static_argnames=("vocab_size", "execution"))
+@partial(jax.jit, static_argnames=("vocab_size", "execution", "positions"))
 def compare(
     teacher: Decoder,
     students: Mapping[str, Decoder],
@@ -68,11 +69,12 @@ def compare(
     *,
     vocab_size: int,
     execution: Execution,
-) -> dict[str, dict[str, jax.Array]]:
+    positions: int = 0,
+) -> dict[str, dict[str, Any]]:
     """Sums over the valid tokens of [B,T], per model: KL(teacher ‖ model) over the whole
     vocabulary, cross-entropy against the data (both nats), top-1 agreement with the teacher,
     acceptance_rate, `miscalibration`; and `finite` [B]: whether every valid position's logits are
-    finite.
+    finite; of each student, where `positions` are asked for, the `furthest` ones.
 
     The teacher is among the models: its KL is 0, its cross-entropy is the bar.
     """
@@ -81,9 +83,11 @@ def compare(
         hidden = model.hidden_states(batch.tokens, batch.segment_ids, batch.positions)
         return hidden, Head(model.lm_head_weight(), vocab_size=vocab_size)
 
+    of_teacher = hidden_and_head(teacher)
+    of_students = {name: hidden_and_head(model) for name, model in students.items()}
     values = full_token_values(
-        *hidden_and_head(teacher),
-        {name: hidden_and_head(model) for name, model in students.items()},
+        *of_teacher,
+        of_students,
         batch.labels,
         batch.mask,
         execution=execution,
@@ -93,7 +97,7 @@ def compare(
     bar = any_student.teacher_cross_entropy
     teacher_finite = jnp.isfinite(bar)
     tokens = jnp.sum(batch.mask).astype(jnp.float32)
-    table = {
+    table: dict[str, dict[str, Any]] = {
         "teacher": {
             "kl": jnp.float32(0),
             "cross_entropy": jnp.sum(bar),
@@ -115,6 +119,10 @@ def compare(
             "miscalibration": miscalibration(found.confidence, found.correct, batch.mask),
             "finite": jnp.all(finite | ~teacher_finite, axis=1),
         }
+        if positions:
+            table[name]["furthest"] = furthest_positions(
+                found.kl, of_teacher, of_students[name], count=positions
+            )
     return table
 
 
@@ -146,12 +154,13 @@ def test_table(
     batch_size: int,
     chunk_size: int,
     mesh: Mesh | None = None,
+    disagreements: Disagreements | None = None,
 ) -> dict[str, dict[str, float]]:
     """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement,
     acceptance_rate (`FullTokenValues`); and the calibration_error (`cache.table_of`).
 
     students: one at least. mesh: where the models lie; the rows are split over it, so many at a
-    time that its devices get equal parts.
+    time that its devices get equal parts. disagreements: is given the positions of largest KL.
 
     Raises:
         UserError: the rows hold no valid token; a head has fewer columns than the cache ids.
@@ -175,11 +184,14 @@ def test_table(
             placed(batch, mesh),
             vocab_size=cache.manifest.vocab_size,
             execution=execution,
+            positions=disagreements.count if disagreements else 0,
         )
         sums = to_host(on_device)
         tokens += int(sums["teacher"]["top1_agreement"])
         for name in ("teacher", *students):
             _check_finite(sums[name].pop("finite")[: len(chosen)], name, cache, chosen)
+            if disagreements and name in students:
+                disagreements.add(name, chosen, sums[name].pop("furthest"))
         sums = jax.tree.map(np.float64, sums)
         total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
     # JAX sorts the keys of a dictionary; the order given is the order people read.
@@ -273,7 +285,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--samples", type=at_least_zero, default=2, help="documents to continue")
     parser.add_argument("--sample_tokens", type=above_zero, default=32)
-    parser.add_argument("--json", help="write the table and the samples here, too")
+    parser.add_argument("--json", help="write all of it here, too")
     options = parser.parse_args(argv)
     check_new_file(options.json, "--json")
     dtype = jnp.dtype(options.dtype)
@@ -294,6 +306,8 @@ def main(argv: Sequence[str]) -> None:
         names = [f"student {path}" for path in options.student]
     students = {name: load(path) for name, path in zip(names, options.student, strict=True)}
     teacher = load(options.teacher)
+    words = Words(hf.local_folder(find_path(options.teacher)))
+    disagreements = Disagreements(words, cache)
     table = test_table(
         teacher,
         students,
@@ -301,19 +315,22 @@ def main(argv: Sequence[str]) -> None:
         rows,
         batch_size=options.batch_size,
         chunk_size=options.chunk_size,
+        disagreements=disagreements,
     )
     print_table(table)
     written = continuations(
         {"teacher": teacher, **students},
         cache,
         rows,
-        Words(hf.local_folder(find_path(options.teacher))),
+        words,
         count=options.samples,
         new_tokens=options.sample_tokens,
     )
     print_samples(written)
+    print_disagreements(disagreements.found())
     if options.json:
-        write_json(Path(options.json), {"test": table, "samples": written})
+        found = {"samples": written, "disagreements": disagreements.found()}
+        write_json(Path(options.json), {"test": table, **found})
         say(f"wrote {options.json}")
 
 

@@ -22,12 +22,13 @@ from jax_distill.base.process import peak_host_bytes
 from jax_distill.batch import Batch
 from jax_distill.cache import Cache
 from jax_distill.config import Config
+from jax_distill.data import reader_options
 from jax_distill.devices import memory_of, peak_bf16_flops
 from jax_distill.hidden_layers import teacher_width
 from jax_distill.model import Decoder
 from jax_distill.run import Metrics
 from jax_distill.training.checkpoint import Checkpoints
-from jax_distill.training.inputs import READ_AHEAD, batches, reader_options
+from jax_distill.training.inputs import READ_AHEAD, batches
 from jax_distill.training.offload import check_host_memory
 from jax_distill.training.program import Programs, make_programs, step_flops_per_token
 from jax_distill.training.projection import add_projection, without_projection

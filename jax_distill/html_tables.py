@@ -8,13 +8,13 @@ from jax_distill.model_folder import model_name
 
 
 def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "") -> str:
-    """A table of cells as text; `kind` is its class."""
+    """A table of cells as text, which scrolls where it is too wide; `kind` is its class."""
     cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     named = f' class="{kind}"' if kind else ""
-    return f"<table{named}><tr>{cells}</tr>{body}</table>"
+    return f'<div class="wide"><table{named}><tr>{cells}</tr>{body}</table></div>'
 
 
 def as_text(value: Any) -> str:
@@ -37,4 +37,29 @@ def samples_html(samples: Sequence[Mapping[str, Any]]) -> str:
     ]
     head = ["prompt", *map(model_name, names)]
     table = table_html(head, rows, kind="text")
-    return f'<h2>Samples</h2><div class="wide">{table}</div><p>Greedy, from held-out text.</p>'
+    return f"<h2>Samples</h2>{table}<p>Greedy, from held-out text.</p>"
+
+
+def disagreements_html(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Where the student is furthest from the teacher; nothing where that is not known."""
+    if not entries:
+        return ""
+    head = ["the text up to there", "its next token", "teacher", "student", "KL"]
+    rows = [
+        [
+            each["context"],
+            repr(each["next"]),
+            *("\n".join(tokens_as_text(each[key])) for key in ("teacher", "student")),
+            as_text(each["kl"]),
+        ]
+        for each in entries
+    ]
+    table = table_html(head, rows, kind="text")
+    words = "The positions of the test table with the largest KL(teacher ‖ student), nats, and the "
+    words += "most likely tokens there."
+    return f"<h2>Largest disagreements</h2>{table}<p>{words}</p>"
+
+
+def tokens_as_text(tokens: Sequence[Sequence[Any]]) -> list[str]:
+    """`' a' 0.91`, `' the' 0.03`, …: in quotes, so that spaces show."""
+    return [f"{text!r} {p:.2f}" for text, p in tokens]

@@ -1,7 +1,7 @@
 """What the training loops of both backends decide alike: where to begin, when to log, evaluate and
 save, when to stop, and what a finished run says of itself. No jax, no torch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -136,14 +136,15 @@ def summary_of(
     *,
     steps: int,
     table: Mapping[str, Mapping[str, float]],
-    samples: Sequence[Mapping[str, Any]] = (),
+    shown: Mapping[str, Any] | None = None,
     student_parameters: int,
     teacher_parameters: int | None,
 ) -> dict[str, Any]:
-    """What `summary.json` says of a finished run."""
+    """What `summary.json` says of a finished run. `shown`: what else the evaluation found, by its
+    name there."""
     return {
         "test": table,
-        "samples": list(samples),
+        **(shown or {}),
         "validation": last_validation(run.path),
         "student_parameters": student_parameters,
         "teacher_parameters": teacher_parameters,

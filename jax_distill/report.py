@@ -23,7 +23,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache.manifest import differences as changed_values
 from jax_distill.config import read_mapping
-from jax_distill.html_tables import as_text, samples_html, table_html
+from jax_distill.html_tables import as_text, disagreements_html, samples_html, table_html
 from jax_distill.model_folder import CE_ONLY, model_name
 from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
@@ -241,22 +241,28 @@ def write_report(run: Path, summary: Mapping[str, Any]) -> Path:
     words = {name: html.escape(text) for name, text in what_was_compared(config).items()}
     facts = _facts(summary, config, manifest)
     page = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run.name)}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{html.escape(run.name)}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto }}
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto;
+  padding: 0 1rem }}
 table {{ border-collapse: collapse; margin: 1rem 0 }}
-td, th {{ border: 1px solid #ccc; padding: .3rem .7rem; text-align: right }}
+td, th {{ border: 1px solid #8886; padding: .3rem .7rem; text-align: right }}
 td:first-child, th:first-child {{ text-align: left }}
-.text td {{ text-align: left; vertical-align: top; white-space: pre-wrap; min-width: 12rem }}
+.text :is(td, th) {{ text-align: left; vertical-align: top }}
+.text td {{ white-space: pre-wrap; min-width: 7rem }}
+.facts td:last-child {{ text-align: left; overflow-wrap: anywhere }}
 .wide {{ overflow-x: auto }}
-img {{ max-width: 100% }} pre {{ background: #f6f6f6; padding: 1rem; overflow-x: auto }}
+img {{ max-width: 100% }} pre {{ background: #8882; padding: 1rem; overflow-x: auto }}
 </style></head><body>
 <h1>{html.escape(run.name)}</h1>
 {_test_table_html(summary.get("test") or {}, words["table"])}
 <img alt="curves" src="data:image/png;base64,{picture}">
 <p>{words["curves"]}</p>
 {samples_html(summary.get("samples") or [])}
-{table_html(["", "value"], [[key, as_text(value)] for key, value in facts.items()])}
+{disagreements_html((summary.get("disagreements") or {}).get("student") or [])}
+{table_html(["", "value"], [[k, as_text(v)] for k, v in facts.items()], kind="facts")}
 <h2>Configuration</h2><pre>{html.escape(config_file.read_text("utf-8"))}</pre>
 </body></html>
 """

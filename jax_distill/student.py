@@ -1,7 +1,8 @@
 """The student's folder before training. One that is cut from its teacher keeps some of its layers;
 everything else is the teacher's own.
 
-`python -m jax_distill.student --teacher DIR --out DIR (--layers 0,5 | --parameters N)`
+`python -m jax_distill.student --teacher DIR --out DIR (--layers 0,5 | --parameters N)
+[--importance CACHE]`
 """
 
 import json
@@ -26,6 +27,7 @@ from jax_distill.config import Config
 from jax_distill.data import vocabulary_of
 from jax_distill.hf.locate import Architecture, find_architecture
 from jax_distill.hf.tensor_files import INDEX, opened, weight_files, weights_written
+from jax_distill.importance import layer_importance, most_important
 from jax_distill.model import ModelConfig, count_parameters
 from jax_distill.model_folder import (
     STUDENT_MARKS,
@@ -221,6 +223,26 @@ def vocabulary_size(folder: Path, cache: Cache) -> int:
     return min(length, head_rows)
 
 
+def important_layers(teacher: Path, cache: Cache, parameters: int, *, rows: int) -> list[int]:
+    """As many layers as fit into `parameters`, those of largest `layer_importance` over the first
+    `rows` of the cache. A line says them, as student.from_teacher.layers takes them.
+
+    Raises:
+        UserError: see `kept_layers` and `layer_importance`; another tokenizer's cache.
+    """
+    config = hf.model_config(hf.read_config(teacher))
+    count = len(kept_layers(config, layers=None, parameters=parameters))
+    cache.require_complete()
+    cache.student_length(config.vocab_size, vocabulary_of(teacher), str(teacher))
+    model = hf.load_model(teacher, remat="none")
+    importance = layer_importance(model, cache, np.arange(min(rows, cache.rows)))
+    shown = ", ".join(f"{layer}: {value:.3f}" for layer, value in enumerate(importance))
+    say(f"importance of layers (mean of 1 - cosine of input and output): {shown}")
+    kept = most_important(importance, count)
+    say(f"kept: --student.from_teacher.layers '{kept}'")
+    return kept
+
+
 def main(argv: Sequence[str]) -> None:
     """Command line of `make_student`."""
     parser = CommandLine("jax_distill.student")
@@ -229,6 +251,13 @@ def main(argv: Sequence[str]) -> None:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--layers", help="the teacher's layers that stay, e.g. 0,5")
     size.add_argument("--parameters", type=above_zero, help="at most this many")
+    parser.add_argument(
+        "--importance",
+        metavar="CACHE",
+        help="with --parameters: keep the layers that change the hidden states of this cache's "
+        "rows most, instead of the first and the last ones",
+    )
+    parser.add_argument("--rows", type=above_zero, default=16, help="of that cache, at most")
     options = parser.parse_args(argv)
     layers = None
     if options.layers is not None:
@@ -238,7 +267,16 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(
                 f"expected --layers as numbers like 0,5, got {options.layers}; write them so"
             ) from None
+    if options.importance and not options.parameters:
+        raise UserError(
+            "expected --parameters with --importance, got --layers; leave out --importance"
+        )
     teacher = hf.local_folder(find_path(options.teacher), key="--teacher")
+    if options.importance:
+        layers = important_layers(
+            teacher, Cache.open(options.importance), options.parameters, rows=options.rows
+        )
+        options.parameters = None
     out = make_student(teacher, Path(options.out), layers=layers, parameters=options.parameters)
     config = hf.model_config(hf.read_config(out))
     say(f"{out} has {count_parameters(config):,} parameters")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import yaml
 
@@ -107,9 +108,10 @@ def numbers(record: dict[str, float]) -> dict[str, float]:
 
 def state(run: Path) -> list[np.ndarray]:
     """Every leaf of the last checkpoint, parameters and moments."""
+    items = {name: ocp.args.StandardRestore() for name in ("params", "opt_state")}
     with Checkpoints(run / "checkpoints", keep=2, seed=5) as checkpoints:
-        items = checkpoints.restore_as_saved(STEPS)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(items)]
+        found = checkpoints._orbax.restore(STEPS, args=ocp.args.Composite(**items))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves([found[name] for name in items])]
 
 
 def test_sigterm_saves_and_exits_143_and_says_how_to_resume(tmp_path):

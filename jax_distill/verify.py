@@ -61,6 +61,8 @@ def check_cache(
     shards = 1 if mesh is None else row_shards(mesh)
     size = -(-len(chosen) // shards) * shards
     execution = Execution(chunk_size=CHUNK_SIZE, row_shards=shards)
+    vocab_size = cache.manifest.vocab_size
+    divergence = partial(_divergence, vocab_size=vocab_size, execution=execution)
 
     def on_device(batch: Batch) -> Batch:
         if mesh is None:
@@ -71,35 +73,27 @@ def check_cache(
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for first in range(0, len(chosen), size):
         part = chosen[first : first + size]
-        batch = cache.read(np.resize(part, size), temperature=temperature)
-        assert batch.targets is not None
-        # What is stored of ids drawn at random is compared as that of any others: their bucket.
-        batch = dataclasses.replace(batch, targets=dataclasses.replace(batch.targets, draws=None))
-        assert batch.targets is not None
-        late = batch.targets.map(lambda x: np.roll(x, 1, axis=1))
-        shifted_batch = dataclasses.replace(batch, targets=late)
-        hidden = _hidden_states(model, on_device(batch))
+        pair = _as_stored_and_shifted(cache.read(np.resize(part, size), temperature=temperature))
+        hidden = _hidden_states(model, on_device(pair[0]))
         # One after the other: in one program their loops' collectives can meet in different orders
         # on a CPU's devices, and wait for each other.
-        kl, shifted = (
-            to_host(
-                _divergence(
-                    model,
-                    hidden,
-                    on_device(each),
-                    vocab_size=cache.manifest.vocab_size,
-                    execution=execution,
-                )
-            )
-            for each in (batch, shifted_batch)
-        )
-        found.append((kl[: len(part)], shifted[: len(part)], batch.mask[: len(part)]))
+        kl, shifted = (to_host(divergence(model, hidden, on_device(each))) for each in pair)
+        found.append((kl[: len(part)], shifted[: len(part)], pair[0].mask[: len(part)]))
     kl, shifted, mask = (np.concatenate(each) for each in zip(*found, strict=True))
     dtype = cache.manifest.teacher_dtype or "float32"
     verdict = judge(kl[mask], shifted[mask], dtype=dtype, temperature=temperature)
     row, position = np.unravel_index(np.argmax(np.where(mask, kl, -1.0)), kl.shape)
     where = f" ({len(chosen)} rows; the worst is row {chosen[row]}, position {position})"
     return verdict._replace(line=verdict.line + where)
+
+
+def _as_stored_and_shifted(batch: Batch) -> tuple[Batch, Batch]:
+    """The batch, and the same with each position's targets at the next one."""
+    assert batch.targets is not None
+    # What is stored of ids drawn at random is compared as that of any others: their bucket.
+    targets = dataclasses.replace(batch.targets, draws=None)
+    late = targets.map(lambda x: np.roll(x, 1, axis=1))
+    return dataclasses.replace(batch, targets=targets), dataclasses.replace(batch, targets=late)
 
 
 def require_match(verdict: Verdict, cache: Cache) -> None:

@@ -1,13 +1,12 @@
 """Proves: a conversation has the same token ids, and the same assistant tokens, as transformers'
 `apply_chat_template` gives with the same folder; and a text the same ids as its tokenizer."""
 
-import json
-
 import numpy as np
 import pytest
 import transformers
 
 from jax_distill.data import Tokenizer, train_tokenizer
+from jax_distill.data.chat_test import marked_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHATML_MARKED = """\
@@ -61,14 +60,7 @@ TALKS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chat")
-    train_tokenizer([json.dumps(TALKS, ensure_ascii=False)] * 3, 320, folder)
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    for index, mark in enumerate(MARKS):
-        entry = dict(tokens["added_tokens"][0], id=320 + index, content=mark)
-        tokens["added_tokens"].append(entry)
-    (folder / "tokenizer.json").write_text(json.dumps(tokens))
-    return folder
+    return marked_tokenizer(tmp_path_factory.mktemp("chat"), TALKS, 320, MARKS)
 
 
 def both(folder, template):

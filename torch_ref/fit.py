@@ -6,7 +6,6 @@ B rows of an optimizer step, P pairs of layers, D the student's width, D' the te
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from jax_distill import loop
@@ -14,7 +13,7 @@ from jax_distill.base.console import StepProgress, StopSignal, say
 from jax_distill.batch import Batch
 from jax_distill.cache import Cache, validation_rows
 from jax_distill.config import Config
-from jax_distill.data import row_indices
+from jax_distill.data import reader_options, row_indices
 from jax_distill.hidden_layers import PROJECTION, start_projection, teacher_width
 from jax_distill.run import Metrics
 from torch_ref.checkpoint import Checkpoints
@@ -64,19 +63,6 @@ def make_projection(
     return torch.from_numpy(start).to(model.device, model.dtype).requires_grad_()
 
 
-def read_batch(cache: Cache, rows: np.ndarray, config: Config) -> Batch:
-    """Rows of a cache with the targets as configured."""
-    if config.teacher.is_live:
-        return cache.read(rows, targets=False)
-    hidden = config.loss.hidden_objective()
-    return cache.read(
-        rows,
-        temperature=config.loss.temperature,
-        top_k=config.cache.read_top_k,
-        hidden_layers=hidden.teacher_layers if hidden else (),
-    )
-
-
 @torch.no_grad()
 def validation_means(
     model: Model, cache: Cache, config: Config, task: LossTask
@@ -86,7 +72,7 @@ def validation_means(
     size = config.train.rows_per_micro_batch
     total: StepSums | None = None
     for first in range(0, len(rows), size):
-        batch = read_batch(cache, rows[first : first + size], config)
+        batch = cache.read(rows[first : first + size], **reader_options(config))
         total = add(total, loss_sums(model, batch, task))
     values = means(total) if total else {}
     return {f"val_{k}": v for k, v in values.items()} if values.get("valid_tokens") else {}
@@ -163,7 +149,8 @@ def fit(
             rows = row_indices(
                 index, batch_size=train.batch_size, num_rows=cache.rows, seed=config.seed
             )
-            values = gradients(config, model, parameters, read_batch(cache, rows, config), task)
+            batch = cache.read(rows, **reader_options(config))
+            values = gradients(config, model, parameters, batch, task)
             values["learning_rate"] = schedule(index)
             loop.check_step(values, step, rows, saved)
             set_learning_rate(optimizer, values["learning_rate"])

@@ -160,16 +160,13 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             f"expected optimizer.state_dtype float32 with adafactor, got {optimizer.state_dtype}; "
             "leave it: its factored state is small already"
         )
-    if optimizer.offload != "none" and optimizer.name == "adafactor":
-        raise UserError(
-            "expected optimizer.name adamw or sgd with optimizer.offload, got adafactor, which "
-            "measures an update over all layers; set another, or optimizer.offload none"
-        )
-    if optimizer.layerwise and optimizer.name == "adafactor":
-        raise UserError(
-            "expected optimizer.name adamw or sgd with optimizer.layerwise, got adafactor, which "
-            "measures an update over all layers; set another, or optimizer.layerwise false"
-        )
+    for key, off in (("offload", "none"), ("layerwise", False)):
+        if getattr(optimizer, key) != off and optimizer.name == "adafactor":
+            raise UserError(
+                f"expected optimizer.name adamw or sgd with optimizer.{key}, got adafactor, which "
+                f"measures an update over all layers; set another, or optimizer.{key} "
+                f"{str(off).lower()}"
+            )
     if optimizer.layerwise and optimizer.clip_norm is not None:
         raise UserError(
             "expected optimizer.clip_norm null with optimizer.layerwise (the norm is known only "

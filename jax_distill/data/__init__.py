@@ -3,7 +3,7 @@
 from jax_distill.data.context import check_context, segments_beyond
 from jax_distill.data.corpus import fingerprint, read_documents, read_texts
 from jax_distill.data.document import Corpus, Counts, Document
-from jax_distill.data.order import row_indices
+from jax_distill.data.order import reader_options, row_indices
 from jax_distill.data.tokenizer import Tokenizer, train_tokenizer, vocabulary_of
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "fingerprint",
     "read_documents",
     "read_texts",
+    "reader_options",
     "row_indices",
     "segments_beyond",
     "train_tokenizer",

@@ -1,9 +1,7 @@
 """Chat templates: the assistant's words are targets and nothing else, found by either way."""
 
 import json
-import os
 import re
-import signal
 from collections import Counter
 
 import numpy as np
@@ -13,7 +11,6 @@ import tokenizers
 from jax_distill.base.errors import UserError
 from jax_distill.data import Tokenizer, read_documents, train_tokenizer
 from jax_distill.data.chat import Chat
-from jax_distill.data.template import Limits
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -55,16 +52,21 @@ TALK = [
 ]
 
 
+def marked_tokenizer(folder, talk, size: int, marks: list[str]):
+    """Of `size` tokens trained on a talk, and marks as special tokens after them."""
+    train_tokenizer([json.dumps(talk, ensure_ascii=False)] * 3, size, folder)
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    for index, mark in enumerate(marks, start=size):
+        tokens["added_tokens"].append(dict(tokens["added_tokens"][0], id=index, content=mark))
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A byte-level BPE with the marks of ChatML and Llama 3 as special tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer([json.dumps(TALK, ensure_ascii=False)] * 3, 300, folder)
-    tokens = json.loads((folder / "tokenizer.json").read_text())
-    for index, mark in enumerate(MARKS):
-        tokens["added_tokens"].append(dict(tokens["added_tokens"][0], id=300 + index, content=mark))
-    (folder / "tokenizer.json").write_text(json.dumps(tokens))
-    return folder
+    return marked_tokenizer(folder, TALK, 300, MARKS)
 
 
 def with_template(folder, template: str) -> Tokenizer:
@@ -137,27 +139,6 @@ def test_a_template_without_a_header_is_taken(folder):
     assert said(tokenizer, talk) == " What is it?<|endoftext|> That is all.<|endoftext|>"
 
 
-def test_templates_see_what_transformers_shows_them_and_a_fixed_day(folder):
-    tokenizer = with_template(
-        folder,
-        "{{ strftime_now('%d %b %Y') }} {{ {'é': '<'} | tojson }} {{ eos_token }}"
-        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
-        "{{ m.content }}{% endfor %}",
-    )
-    talk = [{"role": "tool", "content": "skipped"}, {"role": "user", "content": " shown"}]
-    text = tokenizer.decode(tokenizer.chat.document(talk).tokens)
-    assert text == '26 Jul 2024 {"é": "<"} <|endoftext|> shown'
-
-
-def test_the_template_runs_in_a_sandbox(folder):
-    tokenizer = with_template(folder, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(UserError, match="unsafe"):
-        tokenizer.chat.document(TALK)
-    changing = with_template(folder, "{{ messages.append(1) }}")
-    with pytest.raises(UserError):
-        changing.chat.document(TALK)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -194,20 +175,6 @@ def test_chat_files_are_read_whole_and_what_has_no_target_is_counted(folder, tmp
     assert "1 documents with nothing to predict" in str(corpus.counts)
     lengths = sorted(len(tokenizer.chat.document(talk).tokens) for talk in talks)
     assert sorted(len(document.tokens) for document in corpus.train) == lengths
-
-
-def test_templates_in_tokenizer_config_are_read_in_both_forms(folder, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    named = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": CHATML},
-    ]
-    for template in (CHATML, named):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        assert said(Tokenizer.load(tmp_path), TALK[:3]).startswith("One half")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
-    with pytest.raises(UserError, match="jinja2"):
-        Tokenizer.load(tmp_path).chat.document(TALK)
 
 
 CONTROL_TALK = [
@@ -437,81 +404,3 @@ def test_sharegpt_rows_are_read(folder, tmp_path):
     for bad in ("function_call", 3, None):
         with pytest.raises(UserError, match="chat.jsonl:1: expected message 0 from human, gpt"):
             rows_of(tmp_path, tokenizer, [{"conversations": [{"from": bad, "value": "x"}]}])
-
-
-def test_a_missing_or_broken_template_is_no_fault_of_a_line(tmp_path):
-    train_tokenizer(["Hi? Ho."], 260, tmp_path)
-    for template, message in ((None, "expected a chat template, got none"), ("{% if %}", "jinja2")):
-        if template:
-            (tmp_path / "chat_template.jinja").write_text(template)
-        with pytest.raises(UserError, match=message) as caught:
-            rows_of(tmp_path, Tokenizer.load(tmp_path), [{"messages": TALK}])
-        assert "chat.jsonl" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{{ messages[0].content * 10 ** 100 }}", "OverflowError"),
-        ("{{ messages[99].content }}", "has no element 99"),
-        ("{{ messages[1].content.encode('latin-1') }}", "UnicodeEncodeError"),
-        ("{{ messages[0].content.encode() }}", "a bytes that is written without tojson"),
-        ("{{ messages[0]['content'].index('zzz') }}", "ValueError"),
-        ("{{ none + 1 }}", "unsupported operand"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
-        ("{% include 'other' %}", "."),
-        ("{% set ns = namespace(a=1) %}{{ ns.a.b.c }}", "."),
-        ("{{ raise_exception('a\nb') }}", "a\nb"),
-        ("{% for i in range(10 ** 9) %}{% endfor %}", "range"),
-        ("{{ undefined_function() }}", "undefined"),
-    ],
-)
-def test_every_exception_of_a_template_is_a_refusal(folder, template, problem):
-    tokenizer = with_template(folder, template)
-    for _ in range(2):  # the process lives on
-        with pytest.raises(
-            UserError, match=f"expected messages that the .* takes, got .*{problem}"
-        ):
-            tokenizer.chat.document(TALK)
-    tokenizer.chat.close()
-
-
-LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}BODY{% endfor %}{% endfor %}"
-SMALL = Limits(seconds=0.2, memory=300 << 20, characters=10**6)
-
-
-@pytest.mark.parametrize(
-    ("template", "limits", "problem"),
-    [
-        (LOOP.replace("BODY", ""), SMALL, "within 0.2 s of processor time"),
-        ("{{ 7 ** (10 ** 8) }}", SMALL, "within 0.2 s of processor time"),
-        (LOOP.replace("BODY", "x" * 999), Limits(characters=10**6), "at most 1,000,000 characters"),
-        ("{{ (messages[0].content * 10 ** 9) | length }}", SMALL, "more memory than it may"),
-        ("{% set x = 'a' * 10 ** 9 %}{{ x }}", SMALL, "more memory than it may"),
-    ],
-)
-def test_a_template_has_limits_and_its_process_ends(folder, template, limits, problem):
-    core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    chat = Chat(core, template, values={}, limits=limits)
-    for _ in range(2):
-        with pytest.raises(UserError, match=problem):
-            chat.document(TALK)
-    chat.close()
-
-
-def test_the_process_of_a_template_ends_with_the_reading(folder, tmp_path):
-    tokenizer = with_template(folder, CHATML)
-    tokenizer.chat.document(TALK)
-    process = tokenizer.chat._template._process
-    assert process.poll() is None
-    rows_of(tmp_path, tokenizer, [{"messages": TALK}])
-    assert process.returncode is not None and tokenizer.chat._template._process is None
-    tokenizer.chat.document(TALK)  # another one
-    os.kill(tokenizer.chat._template._process.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="its process ended with SIGKILL"):
-        tokenizer.chat.document(TALK)
-    tokenizer.chat.document(TALK)
-    process = tokenizer.chat._template._process
-    del tokenizer
-    assert process.returncode is not None

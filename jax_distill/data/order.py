@@ -1,6 +1,11 @@
-"""Which rows a step sees: a function of the step alone, so that resuming needs one integer."""
+"""Which rows a step sees, a function of the step alone, so that resuming needs one integer; and
+what is read of them."""
+
+from typing import Any
 
 import numpy as np
+
+from jax_distill.config import Config
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -75,3 +80,15 @@ def _mix_array(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def reader_options(config: Config) -> dict[str, Any]:
+    """What `Cache.read` needs to know of the configuration, in both backends."""
+    if config.teacher.is_live:
+        return {"targets": False}
+    hidden = config.loss.hidden_objective()
+    return {
+        "temperature": config.loss.temperature,
+        "top_k": config.cache.read_top_k,
+        "hidden_layers": hidden.teacher_layers if hidden else (),
+    }

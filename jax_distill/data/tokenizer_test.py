@@ -1,11 +1,15 @@
 """A tokenizer folder's files: which end mark counts, what an id is, and damage in one line."""
 
+import hashlib
 import json
 
 import pytest
 
 from jax_distill.base.errors import UserError
 from jax_distill.data import Tokenizer, train_tokenizer
+from jax_distill.data_test import PROSE, bos_tokenizer, tokenizer
+
+__all__ = ["bos_tokenizer", "tokenizer"]
 
 FILES = (
     "tokenizer_config.json",
@@ -134,3 +138,38 @@ def test_ids_beyond_32_bits_are_refused(folder):
 def test_a_chat_template_file_that_is_no_text_is_one_line(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff")
     assert "expected a chat template in" in refusal(folder)
+
+
+def test_a_trained_tokenizer_is_the_same_twice_and_loses_no_text(tmp_path, tokenizer):
+    train_tokenizer(PROSE, 300, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / name).read_bytes() == (tokenizer.folder / name).read_bytes()
+    assert (tokenizer.length, tokenizer.bos_id, tokenizer.eos_id) == (300, 0, 0)
+    assert not tokenizer.adds_bos and tokenizer.vocab["<|endoftext|>"] == 0
+    text = "never seen: žluťoučký 😀\r\n\t\x00 文字"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(" a").tolist() != tokenizer.encode("a").tolist()
+    with pytest.raises(UserError, match="at least 257"):
+        train_tokenizer(PROSE, 256, tmp_path)
+
+
+def test_tokenizer_fingerprint_is_the_id_to_token_map(tmp_path, tokenizer, bos_tokenizer):
+    ordered = sorted((id_, token) for token, id_ in tokenizer.vocab.items())
+    expected = hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+    assert Tokenizer.load(tokenizer.folder).fingerprint == expected != bos_tokenizer.fingerprint
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="expected a tokenizer"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(UserError, match="it is not there"):
+        Tokenizer.load(tmp_path / "none")
+
+
+def test_eos_falls_back_to_config_json(tmp_path, tokenizer):
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer.folder / "tokenizer.json").read_bytes())
+    assert Tokenizer.load(tmp_path).eos_id is None
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 8], "bos_token_id": null}')
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.eos_id, loaded.bos_id, loaded.adds_bos) == (7, None, False)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(UserError, match="'</s>'"):
+        Tokenizer.load(tmp_path)

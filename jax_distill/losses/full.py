@@ -80,45 +80,59 @@ def full_token_values(
 
     def values(chunk):
         teacher_hidden, hidden, labels, mask = chunk
-        known = (labels >= 0) & (labels < vocab_size)
-
-        def logits(hidden: jax.Array, head: Head) -> jax.Array:
-            hidden = zero_masked(hidden, mask)
-            return head.transform(head_matmul(hidden, head.weight))[..., :vocab_size]
-
-        def cross_entropy(log_q: jax.Array) -> jax.Array:
-            ids = jnp.where(known, labels, 0)[..., None]
-            return jnp.where(known, -jnp.take_along_axis(log_q, ids, axis=-1)[..., 0], jnp.inf)
-
-        def best(log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.exp(jnp.max(log_q, axis=-1)), jnp.argmax(log_q, axis=-1) == labels
-
-        teacher_z = logits(teacher_hidden, teacher_head)
-        log_p = jax.nn.log_softmax(teacher_z / temperature)
-        teacher_log_p = jax.nn.log_softmax(teacher_z)
-        teacher_cross_entropy = cross_entropy(teacher_log_p)
-        teacher_confidence, teacher_correct = best(teacher_log_p)
+        teacher = _score(teacher_hidden, teacher_head, labels, mask, temperature)
         found = {}
         for name, (_, head) in students.items():
-            z = logits(hidden[name], head)
-            log_q, log_q_one = jax.nn.log_softmax(z / temperature), jax.nn.log_softmax(z)
-            confidence, correct = best(log_q_one)
-            of_student = FullTokenValues(
-                kl=jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1),
-                cross_entropy=cross_entropy(log_q_one),
-                teacher_cross_entropy=teacher_cross_entropy,
-                top1_agreement=jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1),
-                confidence=confidence,
-                correct=correct,
-                teacher_confidence=teacher_confidence,
-                teacher_correct=teacher_correct,
-                acceptance_rate=jnp.sum(jnp.exp(jnp.minimum(teacher_log_p, log_q_one)), axis=-1),
-            )
+            student = _score(hidden[name], head, labels, mask, temperature)
             found[name] = jax.tree.map(
-                lambda x: jnp.where(mask, x.astype(jnp.float32), 0.0), of_student
+                lambda x: jnp.where(mask, x.astype(jnp.float32), 0.0), _compare(teacher, student)
             )
         return found
 
     hidden = {name: hidden for name, (hidden, _) in students.items()}
     inputs = (teacher_hidden, hidden, labels, mask.astype(bool))
     return map_chunks(values, inputs, execution.positions_per_chunk(*labels.shape))
+
+
+class _Scores(NamedTuple):
+    """One model's log-probabilities [B,C,V] at τ and at 1; and [B,C], at 1, as `FullTokenValues`
+    has them."""
+
+    at_temperature: jax.Array
+    at_one: jax.Array
+    cross_entropy: jax.Array
+    confidence: jax.Array
+    correct: jax.Array
+
+
+def _score(
+    hidden: jax.Array, head: Head, labels: jax.Array, mask: jax.Array, temperature: float
+) -> _Scores:
+    vocab_size = head.real_vocab_size
+    z = head.transform(head_matmul(zero_masked(hidden, mask), head.weight))[..., :vocab_size]
+    log_q = jax.nn.log_softmax(z)
+    known = (labels >= 0) & (labels < vocab_size)
+    of_label = jnp.take_along_axis(log_q, jnp.where(known, labels, 0)[..., None], axis=-1)[..., 0]
+    return _Scores(
+        at_temperature=jax.nn.log_softmax(z / temperature),
+        at_one=log_q,
+        cross_entropy=jnp.where(known, -of_label, jnp.inf),
+        confidence=jnp.exp(jnp.max(log_q, axis=-1)),
+        correct=jnp.argmax(log_q, axis=-1) == labels,
+    )
+
+
+def _compare(teacher: _Scores, student: _Scores) -> FullTokenValues:
+    log_p, log_q = teacher.at_temperature, student.at_temperature
+    both_at_least = jnp.exp(jnp.minimum(teacher.at_one, student.at_one))
+    return FullTokenValues(
+        kl=jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1),
+        cross_entropy=student.cross_entropy,
+        teacher_cross_entropy=teacher.cross_entropy,
+        top1_agreement=jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1),
+        confidence=student.confidence,
+        correct=student.correct,
+        teacher_confidence=teacher.confidence,
+        teacher_correct=teacher.correct,
+        acceptance_rate=jnp.sum(both_at_least, axis=-1),
+    )

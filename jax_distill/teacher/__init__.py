@@ -14,6 +14,7 @@ _FILES = {
     "data_path": "caches",
     "expected_bytes": "writing",
     "find_teacher": "files",
+    "load_teacher": "files",
     "main": "caches",
     "teacher_folders": "files",
     "tokenizer_folder": "caches",

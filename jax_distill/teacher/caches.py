@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from jax_distill import data, hf, processes, sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
@@ -23,7 +21,7 @@ from jax_distill.cache import (
 from jax_distill.config import Config, Source
 from jax_distill.hidden_layers import cached_layers, hidden_arrays
 from jax_distill.packing import Rows, pack, tokens_needed
-from jax_distill.teacher.files import TeacherFiles, find_teacher
+from jax_distill.teacher.files import TeacherFiles, find_teacher, load_teacher
 from jax_distill.teacher.writing import format_bytes, write_cache
 
 SPLITS = ("train", "heldout")
@@ -290,17 +288,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
     rows = _pack_rows(config, plan)
     model = None
     if teacher_folder is not None and not config.teacher.is_live:
-        dtype = jnp.dtype(config.teacher.dtype)
-        model = hf.load_model(
-            teacher_folder,
-            param_dtype=dtype,
-            compute_dtype=dtype,
-            attention=config.train.attention_implementation,
-            experts=config.train.experts,
-            shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
-            row_sharding=sharding.batch_sharding(mesh),
-            packed_experts=config.teacher.packed_experts,
-        )
+        model = load_teacher(teacher_folder, config, mesh)
     caches = []
     for split in SPLITS:
         counts = {k: v for k, v in vars(rows[split]).items() if isinstance(v, int)}

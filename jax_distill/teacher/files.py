@@ -1,15 +1,18 @@
-"""The files of a configuration's teacher, and whether the decoder can run it."""
+"""The files of a configuration's teacher, whether the decoder can run it, and the model itself."""
 
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_distill import hf
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_distill import hf, sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
 from jax_distill.base.files import find_path
 from jax_distill.cache import read_manifest
 from jax_distill.config import Config
-from jax_distill.model import ModelConfig
+from jax_distill.model import Decoder, ModelConfig
 
 
 class TeacherFiles(NamedTuple):
@@ -84,3 +87,18 @@ def teacher_folders(config: Config) -> tuple[Path | None, Path | None]:
         f"teacher: {found.problem}"
     )
     return found.folder, None
+
+
+def load_teacher(folder: Path, config: Config, mesh: Mesh) -> Decoder:
+    """The teacher in its own dtype, as its caches are made and checked with it."""
+    dtype = jnp.dtype(config.teacher.dtype)
+    return hf.load_model(
+        folder,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=config.train.attention_implementation,
+        experts=config.train.experts,
+        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
+        row_sharding=sharding.batch_sharding(mesh),
+        packed_experts=config.teacher.packed_experts,
+    )

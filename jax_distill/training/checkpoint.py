@@ -206,15 +206,6 @@ class Checkpoints:
         processes.from_primary(move)
         self._orbax.reload()
 
-    def restore_as_saved(self, step: int) -> dict[str, Any]:
-        """Everything of a step as plain numpy trees, for those who only look."""
-        items = ("params", "opt_state", "run")
-        arguments = ocp.args.Composite(
-            **{name: ocp.args.StandardRestore() for name in items[:2]}, run=ocp.args.JsonRestore()
-        )
-        found = self._orbax.restore(step, args=arguments)
-        return {name: found[name] for name in items}
-
     def __enter__(self) -> Self:
         return self
 

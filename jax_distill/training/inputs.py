@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +13,11 @@ from jax_distill import sharding
 from jax_distill.batch import Batch, TopK
 from jax_distill.cache import Cache
 from jax_distill.config import Config
-from jax_distill.data import row_indices
+from jax_distill.data import reader_options, row_indices
 
 READ_AHEAD = 2
 """Batches on the devices beside the one at work: of the step that is dispatched ahead, and the one
 after it."""
-
-
-def reader_options(config: Config) -> dict[str, Any]:
-    """What `Cache.read` needs to know of the configuration."""
-    if config.teacher.is_live:
-        return {"targets": False}
-    hidden = config.loss.hidden_objective()
-    return {
-        "temperature": config.loss.temperature,
-        "top_k": config.cache.read_top_k,
-        "hidden_layers": hidden.teacher_layers if hidden else (),
-    }
 
 
 def batches(

@@ -21,7 +21,7 @@ from jax_distill.training.checkpoint import Checkpoints
 from jax_distill.training.gradients_test import EPS, assert_same, prepare
 from jax_distill.training.optimizer import make_optimizer
 from jax_distill.training.state import TrainState, make_state, state_shapes
-from jax_distill.training.updates import update_at_once, update_by_slices
+from jax_distill.training.updates import Updates
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -87,12 +87,12 @@ def test_an_update_by_slices_is_the_update_at_once(dtypes):
     spacing of difference comes out otherwise.
     """
     states = []
-    for where, update in (("moments", update_by_slices), ("none", update_at_once)):
+    for where, update in (("moments", Updates.by_slices), ("none", Updates.at_once)):
         optimizer, state, grads = small(dtypes, where)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         program = (
             jax.jit(
-                functools.partial(update, optimizer, norm=jnp.float32(3.0), seed=5),
+                functools.partial(update, Updates(optimizer, seed=5), norm=jnp.float32(3.0)),
                 out_shardings=shardings,
                 donate_argnums=0,
             )

@@ -24,13 +24,7 @@ from jax_distill.training.gradients import ParameterSlice, backward
 from jax_distill.training.offload import as_output, offloaded
 from jax_distill.training.projection import projection_of
 from jax_distill.training.state import TrainState
-from jax_distill.training.updates import (
-    advance,
-    update_at_once,
-    update_by_slices,
-    update_modules,
-    update_slice,
-)
+from jax_distill.training.updates import Updates
 
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[..., tuple[TrainState, Metrics]]
@@ -201,23 +195,19 @@ def make_train_step(
     split = shardings is not None and not all(
         each.is_fully_replicated for each in jax.tree.leaves(shardings.params)
     )
+    updates = Updates(optimizer, seed, whole=split)
 
     def step_fn(
         state: TrainState, batch: Batch, teacher: nnx.State | None = None
     ) -> tuple[TrainState, Metrics]:
         bound = task.with_teacher(teacher)
         if layerwise:
-            state, squares, sums = _update_in_backward(
-                graphdef, optimizer, state, batch, bound, seed=seed, whole=split
-            )
+            state, squares, sums = _update_in_backward(graphdef, updates, state, batch, bound)
         else:
             grads, sums = _gradients(graphdef, state.params, batch, bound)
             squares = _sum_of_squares(grads)
-            norm = jnp.sqrt(squares)
-            if offloaded(state.opt_state):
-                state = update_by_slices(optimizer, state, grads, norm, seed=seed, whole=split)
-            else:
-                state = update_at_once(optimizer, state, grads, norm, seed=seed)
+            update = updates.by_slices if offloaded(state.opt_state) else updates.at_once
+            state = update(state, grads, jnp.sqrt(squares))
         metrics = sums.metrics()
         metrics["gradient_norm"] = jnp.sqrt(squares)
         metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
@@ -296,13 +286,10 @@ def _gradients(
 
 def _update_in_backward(
     graphdef: nnx.GraphDef[Decoder],
-    optimizer: optax.GradientTransformationExtraArgs,
+    updates: Updates,
     state: TrainState,
     batch: Batch,
     task: LossTask,
-    *,
-    seed: int,
-    whole: bool,
 ) -> tuple[TrainState, jax.Array, StepSums]:
     """The state after a batch [1,B,T] but for its step, the gradient's sum of squares, the sums.
 
@@ -315,9 +302,9 @@ def _update_in_backward(
     def update(carry: Carry, some: ParameterSlice, grads: nnx.State) -> Carry:
         state, squares = carry
         if some.first is None and offloaded(state.opt_state):
-            state = update_modules(optimizer, state, grads, None, seed=seed, whole=whole)
+            state = updates.modules(state, grads, None)
         else:
-            state = update_slice(optimizer, some, state, grads, None, seed=seed)
+            state = updates.slice(some, state, grads, None)
         return state, squares + _sum_of_squares(grads)
 
     (state, squares), sums = backward(
@@ -330,7 +317,7 @@ def _update_in_backward(
         params_of=lambda carry: carry[0].params,
         hidden_layers=task.student_layers,
     )
-    return advance(optimizer, state), squares, sums
+    return updates.advance(state), squares, sums
 
 
 def make_eval_step(graphdef: nnx.GraphDef[Decoder], task: LossTask) -> Callable[..., StepSums]:
