@@ -7,6 +7,7 @@ it decides (`from_primary`). In a single process all of this is the identity.
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -180,14 +181,20 @@ class StopVotes:
         return _name(_largest(received)) if is_several() else received
 
 
+@functools.cache
+def _maximum() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    """How a number a device is split, and the largest of them."""
+    everywhere = Mesh(np.array(jax.devices()), ("device",))
+    program = jax.jit(jnp.max, out_shardings=NamedSharding(everywhere, PartitionSpec()))
+    return NamedSharding(everywhere, PartitionSpec("device")), program
+
+
 def _largest(received: str) -> jax.Array:
     """The largest number of the signals named by all processes, 0 for ""; on its way."""
     number = int(signal.Signals[received]) if received else 0
-    everywhere = Mesh(np.array(jax.devices()), ("device",))
+    split, maximum = _maximum()
     own = np.full(jax.local_device_count(), number, np.int32)
-    split = NamedSharding(everywhere, PartitionSpec("device"))
-    numbers = jax.make_array_from_process_local_data(split, own)
-    return jax.jit(jnp.max, out_shardings=NamedSharding(everywhere, PartitionSpec()))(numbers)
+    return maximum(jax.make_array_from_process_local_data(split, own))
 
 
 def _name(number: jax.Array) -> str:
