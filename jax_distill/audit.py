@@ -1,7 +1,7 @@
 """What a cache holds, whether it is whole, and whether it is this teacher's.
 
 `python -m jax_distill.audit CACHE [--verify] [--spot_check N --teacher DIR] [--compare OTHER]
-[--png FILE]`
+[--repair --teacher DIR] [--png FILE]`
 
 CACHE is one cache, or the folder with `train` and `heldout`. Exit code 1: something is wrong with
 it; 2: with the command line.
@@ -24,6 +24,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache import Cache, Manifest, commit_key, read_manifest, teacher_fingerprint
 from jax_distill.compare import compare, sentence
+from jax_distill.repair import repair
 from jax_distill.teacher.files import find_teacher
 from jax_distill.verify import check_cache
 
@@ -244,6 +245,8 @@ def caches_at(path: str) -> list[str]:
 
 def audit(cache: Cache, options: argparse.Namespace) -> bool:
     """Print all that was asked about one cache; whether nothing is wrong with it."""
+    if options.repair:
+        cache = repair(cache, options.teacher)
     print_facts(cache)
     if options.verify and not _verify_says_well(cache):
         return False
@@ -313,7 +316,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("cache", help="a cache, or the folder with train and heldout")
     parser.add_argument("--verify", action="store_true", help="check every file against its commit")
     parser.add_argument("--spot_check", type=int, metavar="N", help="run N random rows again")
-    parser.add_argument("--teacher", help="HF folder, GGUF file or hub id, for --spot_check")
+    parser.add_argument(
+        "--repair", action="store_true", help="write damaged shards again with --teacher"
+    )
+    parser.add_argument("--teacher", help="HF folder, GGUF file or hub id")
     parser.add_argument("--seed", type=int, default=0, help="of the rows of --spot_check")
     parser.add_argument("--compare", metavar="OTHER", help="another cache of the same rows")
     parser.add_argument("--png", help="draw the statistics here")
@@ -325,8 +331,9 @@ def main(argv: Sequence[str]) -> int:
     if options.seed < 0:
         raise UserError(f"expected --seed of at least 0, got {options.seed}; raise it")
     check_new_file(options.png, "--png", FIGURES)
-    if options.spot_check and not options.teacher:
-        raise UserError("expected --teacher DIR with --spot_check, got none; name the teacher")
+    if (options.spot_check or options.repair) and not options.teacher:
+        wants = "--repair" if options.repair else "--spot_check"
+        raise UserError(f"expected --teacher DIR with {wants}, got none; name the teacher")
     return 0 if all([audit(Cache.open(path), options) for path in caches_at(options.cache)]) else 1
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax_distill import audit, hf, teacher
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.cache import Cache, create, shard_file, teacher_fingerprint
+from jax_distill.cache_test import folder_bytes
 from jax_distill.teacher_test import (
     config,
     definition,
@@ -184,3 +185,45 @@ def test_the_fingerprint_of_a_teacher_follows_its_bytes(tmp_path):
     assert teacher_fingerprint(folder) == teacher_fingerprint(same)
     hf.save_weights(same, random_model(1), model_config())
     assert teacher_fingerprint(folder) != teacher_fingerprint(same)
+
+
+def test_repair_writes_the_damaged_shards_again_and_touches_no_other(cache, config, capsys):
+    whole = cache.read(range(cache.rows))
+    before = folder_bytes(Path(cache.path))
+    shards = {1: "teacher_gaps", 2: "teacher_log_z"}
+    keys = {shard: shard_file(cache.manifest, name, shard) for shard, name in shards.items()}
+    for key in keys.values():
+        flip(Path(cache.path) / key)
+    words = [cache.path, "--teacher", config.teacher.path, "--verify"]
+    assert audit.main(words) == 1
+    assert audit.main([*words, "--repair"]) == 0
+    assert f"writing 2 of {cache.shards} shards again" in capsys.readouterr().out
+    repaired = Cache.open(cache.path)
+    repaired.require_complete()
+    again = repaired.read(range(cache.rows))
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    # Other batches, other roundings: a gap below 32 may be the next float16 number, 1/64 away.
+    np.testing.assert_allclose(again.targets.logprobs, whole.targets.logprobs, atol=2**-6)
+    after = folder_bytes(Path(cache.path))
+    changed = {key for key in before if "/c/" in key and after[key] != before[key]}
+    assert all(int(key.split("/c/")[1].split("/")[0]) in shards for key in changed)
+    assert audit.main([*words, "--repair"]) == 0
+    assert "nothing to repair" in capsys.readouterr().out
+
+
+def test_what_the_teacher_cannot_repair_is_refused_and_left_as_it_is(cache, config, tmp_path):
+    words = [cache.path, "--repair", "--teacher"]
+    targets, rows = (
+        Path(cache.path) / shard_file(cache.manifest, name, 1)
+        for name in ("teacher_gaps", "loss_mask")
+    )
+    flip(targets)
+    before = folder_bytes(Path(cache.path))
+    hf_folder(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match="is another by its fingerprint"):
+        audit.main([*words, str(tmp_path / "other")])
+    flip(rows)
+    with pytest.raises(RunError, match=r"arrays of .* alone for --repair, got loss_mask/c/1"):
+        audit.main([*words, config.teacher.path])
+    flip(rows)
+    assert folder_bytes(Path(cache.path)) == before

@@ -18,7 +18,7 @@ LAYERS = (
     ("model",),
     ("hf", "targets", "importance"),
     ("training", "teacher"),
-    ("verify", "student", "samples", "disagreements", "html_tables", "preview"),
+    ("verify", "student", "samples", "disagreements", "html_tables", "preview", "repair"),
     ("evaluate", "report"),
     ("export", "audit", "loop", "doctor"),
     ("fit",),

@@ -299,9 +299,11 @@ class Cache:
                 f"with {temperature} in cache.temperatures"
             )
 
-    def stored_arrays(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Every array of the cache at these rows, as it is stored; raises as `read` does."""
-        return self._read_arrays(rows, tuple(self.manifest.array_shapes()))
+    def stored_arrays(
+        self, rows: np.ndarray, names: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays named, or all, at these rows, as they are stored; raises as `read` does."""
+        return self._read_arrays(rows, names or tuple(self.manifest.array_shapes()))
 
     def _read_arrays(self, rows: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
         if rows.size and not 0 <= rows.min() <= rows.max() < self.rows:
