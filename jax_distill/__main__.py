@@ -23,6 +23,7 @@ COMMANDS = MappingProxyType(
         "data": "the first rows of its text, as the models see them",
         "student": "cut a student from a teacher",
         "evaluate": "students against the teacher on held-out text",
+        "tasks": "tasks of lm-evaluation-harness on models as they are",
         "export": "a checkpoint as a Hugging Face folder",
         "audit": "what a cache holds, and whether it is whole",
         "doctor": "does this machine compute what it should?",

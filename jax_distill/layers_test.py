@@ -19,7 +19,7 @@ LAYERS = (
     ("hf", "targets", "importance"),
     ("training", "teacher"),
     ("verify", "student", "samples", "disagreements", "html_tables", "preview", "repair"),
-    ("evaluate", "report"),
+    ("evaluate", "report", "tasks"),
     ("export", "audit", "loop", "doctor"),
     ("fit",),
     ("distil",),
