@@ -20,9 +20,11 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import torch
 import transformers
 import yaml
 from ladder import TIGHT, assert_close, assert_numbers, assert_same_targets
+from safetensors.torch import load_file, save_file
 from test_families import ROUTED, mxfp4_folder, packed_logits
 from test_logits import FP32, logits_of
 from test_other_teachers import Setup, write_text
@@ -97,14 +99,14 @@ def test_both_teachers_write_the_same_targets(setup):
     assert_same_targets("gpt-oss", *both, tolerance=ROUTED * 1e-4)
 
 
-def test_a_teacher_that_stays_packed_writes_the_same_bytes(setup):
+def test_a_teacher_that_stays_packed_writes_the_same_targets(setup):
     packed = ["--cache.path", str(setup.path / "packed"), "--teacher.packed_experts", "true"]
     teacher.main(setup.config(*packed))
     for split in ("train", "heldout"):
         left, right = (Cache.open(str(setup.path / name / split)) for name in ("cache", "packed"))
         assert left.manifest.fingerprint == right.manifest.fingerprint
-        left, right = (each.read(range(each.rows)) for each in (left, right))
-        jax.tree.map(np.testing.assert_array_equal, left.targets, right.targets)
+        both = (each.read(range(each.rows)) for each in (left, right))
+        assert_same_targets("gpt-oss, packed", *both, tolerance=ROUTED * 1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +116,43 @@ def torch_run(setup) -> str:
     return "torch"
 
 
-def test_torch_trains_to_the_same_numbers(setup, torch_run):
+@pytest.fixture(scope="module")
+def conditions(setup, torch_run) -> list[float]:
+    """By step, how well its numbers are determined at all: what moving each weight of the start by
+    −1, 0 or 1 unit in its last place, at random, changes of any of them, relatively."""
+    numbers = [tiny.numbers(setup.path / torch_run)]
+    for seed in range(2):
+        start = setup.path / f"moved_{seed}"
+        shutil.copytree(setup.path / torch_run / "student", start)
+        draw = torch.Generator().manual_seed(seed)
+        moved = {
+            name: weight.float()
+            * (1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=draw))
+            for name, weight in load_file(start / "model.safetensors").items()
+        }
+        save_file(moved, start / "model.safetensors", metadata={"format": "pt"})
+        options = ["--student.path", str(start), "--student.from_teacher", "null"]
+        out = setup.path / f"moved_run_{seed}"
+        argv = setup.argv(*options, "--output_dir", str(out), "--device", "cpu")
+        torch_ref.train.main(argv)
+        numbers.append(tiny.numbers(out))
+    expected, *others = numbers
+    return [
+        max(abs(other[step][k] / v - 1) for other in others for k, v in row.items() if v)
+        for step, row in enumerate(expected)
+    ]
+
+
+def test_torch_trains_to_the_same_numbers(setup, torch_run, conditions):
     theirs, ours = (tiny.numbers(setup.path / name) for name in (torch_run, "jax"))
-    assert len(ours) == len(theirs) == STEPS
-    tight = {name: ROUTED * value for name, value in TIGHT.items()}
-    for got, expected in zip(ours, theirs, strict=True):
+    assert len(ours) == len(theirs) == STEPS and max(conditions) < 1e-2
+    for got, expected, condition in zip(ours, theirs, conditions, strict=True):
+        tolerance = max(ROUTED * 1e-5, 8 * condition)
+        tight = {name: max(ROUTED * value, 8 * condition) for name, value in TIGHT.items()}
         # Of two of four experts a token none gets more than half.
         assert got["router_balance"] > 0.5 and 0.25 <= got["router_largest_share"] <= 0.5
         rung = f"gpt-oss, step {expected['step']}"
-        assert_numbers(rung, got, expected, ROUTED * 1e-5, **tight)
+        assert_numbers(rung, got, expected, tolerance, **tight)
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch"])

@@ -112,9 +112,11 @@ def test_the_device_decodes_every_code_at_every_scale_to_the_same_bits():
     assert np.array_equal(got.view(np.uint16), expected.view(np.uint16))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_model_that_stays_packed_is_the_decoded_one_bit_for_bit(tmp_path, monkeypatch, dtype):
-    """Also read layer by layer, and split over two devices."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-4), (jnp.bfloat16, 2**-5)])
+def test_a_model_that_stays_packed_is_the_decoded_one(tmp_path, monkeypatch, dtype, tolerance):
+    """The weights are, bit for bit (above); sums may be added up in another order, and the weights
+    of experts, exponentials of the routers' logits, multiply that rounding by some ten. Also read
+    layer by layer, and split over two devices."""
     folder = write(tmp_path / "model", packed_tensors())
     rng = np.random.default_rng(1)
     tokens = jnp.asarray(rng.integers(0, GPT_OSS["vocab_size"], (2, 40)), jnp.int32)
@@ -128,14 +130,17 @@ def test_a_model_that_stays_packed_is_the_decoded_one_bit_for_bit(tmp_path, monk
         model = hf.load_model(folder, param_dtype=dtype, compute_dtype=dtype, **options)
         return np.asarray(nnx.jit(lambda model: model.hidden_states(*inputs))(model), np.float32)
 
-    expected = hidden()
-    assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
-    assert np.array_equal(hidden(packed_experts=True), expected)
+    def assert_alike(packed, plain):
+        largest = np.abs(plain).max()
+        assert np.isfinite(plain).all() and largest > 0.1
+        np.testing.assert_allclose(packed, plain, rtol=0, atol=tolerance * largest)
+
+    assert_alike(hidden(packed_experts=True), hidden())
     monkeypatch.setattr(weights, "STREAMED", 0)
     mesh = sharding.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
     placed = lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape)  # noqa: E731
     on_mesh = dict(shardings=placed, row_sharding=sharding.batch_sharding(mesh))
-    assert np.array_equal(hidden(packed_experts=True, **on_mesh), hidden(**on_mesh))
+    assert_alike(hidden(packed_experts=True, **on_mesh), hidden(**on_mesh))
 
 
 def test_what_cannot_stay_packed_is_refused(tmp_path):
