@@ -334,6 +334,7 @@ class Run:
                     f"its {schedule} schedule is of that length. Once it has finished, go on from "
                     f"it: --student.path {self.path}/export --output_dir {self.path}_2, or {cure}"
                 )
+            key, old, new = (_short(each) for each in (key, old, new))
             raise UserError(f"{self.path} was begun with {key} {old}, got {new}; {cure}")
 
     def __enter__(self) -> Self:
@@ -342,6 +343,12 @@ class Run:
     def __exit__(self, *_: Any) -> None:
         if self._is_writer:
             self._lock.release()
+
+
+def _short(value: Any, most: int = 200) -> str:
+    """As text, cut: a damaged config.yaml may hold anything."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _same_place(key: str, old: Any, new: Any) -> bool:
