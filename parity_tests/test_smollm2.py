@@ -190,7 +190,9 @@ def test_the_loss_of_one_batch_is_the_same(captured, rows, model, theirs, tmp_pa
     assert 0.5 < expected["kl"] < 1.5
     names = ("loss", "kl", "cross_entropy")
     got, expected = ({k: x[k] for k in names} for x in (got, expected))
-    assert_numbers("SmolLM2, one batch", got, expected, 1e-6)
+    # Logits up to 20 come out of 24 layers with errors of about 20·u·√24 = 6e-6 each, of which the
+    # mean over the tokens cancels only what they do not share.
+    assert_numbers("SmolLM2, one batch", got, expected, 1e-5)
 
 
 def student_of(model):
