@@ -3,16 +3,15 @@
 
 from collections.abc import Collection
 
-import jax.numpy as jnp
 import numpy as np
 
-from jax_distill import hf, sharding
+from jax_distill import sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.batch import ROW_ARRAYS
 from jax_distill.cache import Cache, commit_key, teacher_fingerprint
-from jax_distill.config import LossConfig
-from jax_distill.teacher import find_teacher, write_cache
+from jax_distill.config import Config, TeacherConfig
+from jax_distill.teacher import find_teacher, load_teacher, write_cache
 
 
 def damaged_shards(cache: Cache) -> Collection[int]:
@@ -60,15 +59,9 @@ def repair(cache: Cache, teacher: str) -> Cache:
             "which is another by its fingerprint; name that one"
         )
     rows = cache.stored_arrays(np.arange(cache.rows), ROW_ARRAYS)
-    dtype = jnp.dtype(manifest.teacher_dtype)
     mesh = sharding.make_mesh(data=-1, fsdp=1)
-    model = hf.load_model(
-        folder,
-        param_dtype=dtype,
-        compute_dtype=dtype,
-        shardings=lambda p: sharding.parameter_sharding(mesh, p.logical_axes, p.shape),
-        row_sharding=sharding.batch_sharding(mesh),
-    )
+    is_bf16 = manifest.teacher_dtype == "bfloat16"
+    config = Config(teacher=TeacherConfig(dtype="bfloat16" if is_bf16 else "float32"))
     say(f"{cache.path}: writing {len(shards)} of {cache.shards} shards again")
     for shard in shards:
         cache.location.delete(commit_key(shard))
@@ -76,8 +69,8 @@ def repair(cache: Cache, teacher: str) -> Cache:
         cache.path,
         manifest,
         rows,
-        model=model,
+        model=load_teacher(folder, config, mesh),
         mesh=mesh,
         batch_size=sharding.row_shards(mesh),
-        chunk_size=LossConfig().chunk_size,
+        chunk_size=config.loss.chunk_size,
     )

@@ -78,8 +78,16 @@ class TaskModel(TemplateLM):  # type: ignore[misc, valid-type]
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a text."""
-        assert self._tokens.eos_id is not None
+        """The end of a text.
+
+        Raises:
+            UserError: the tokenizer names none.
+        """
+        if self._tokens.eos_id is None:
+            raise UserError(
+                f"expected a tokenizer with an end of text in {self._tokens.folder}, got none; "
+                "name eos_token in its tokenizer_config.json"
+            )
         return self._tokens.eos_id
 
     @property
@@ -146,7 +154,8 @@ class TaskModel(TemplateLM):  # type: ignore[misc, valid-type]
         """
         found = [""] * len(requests)
         groups: dict[int, list[int]] = {}
-        contexts = [self.tok_encode(request.args[0]) for request in requests]
+        encoded = (self.tok_encode(request.args[0]) for request in requests)
+        contexts = [ids or [self.prefix_token_id] for ids in encoded]
         for index, request in enumerate(requests):
             options = request.args[1]
             if options.get("do_sample") and options.get("temperature", 1.0) > 0:

@@ -2,6 +2,7 @@
 transformers."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,15 +78,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def samples(folder):
+def ours(folder):
+    model = tasks.hf.load_model(
+        folder / "model", param_dtype=np.float32, compute_dtype=np.float32, remat="none"
+    )
+    return tasks.TaskModel(model, tasks.Tokenizer.load(folder / "model"), batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def samples(folder, ours):
     """What each backend answered, request by request: {backend: {task: [responses]}}."""
     theirs = huggingface.HFLM(
         pretrained=str(folder / "model"), dtype="float32", device="cpu", batch_size=4
     )
-    model = tasks.hf.load_model(
-        folder / "model", param_dtype=np.float32, compute_dtype=np.float32, remat="none"
-    )
-    ours = tasks.TaskModel(model, tasks.Tokenizer.load(folder / "model"), batch_size=4)
     manager = tasks.TaskManager(include_path=str(folder), include_defaults=False)
     found = {}
     for name, each in (("ours", ours), ("theirs", theirs)):
@@ -128,3 +133,10 @@ def test_the_command_shows_models_beside_each_other(folder, tmp_path, capsys):
     assert "acc_norm" in capsys.readouterr().out
     with pytest.raises(UserError, match="expected tasks that .* knows, got nonsense"):
         tasks.main([model, *options[2:], "--tasks", "choices,nonsense"])
+
+
+def test_an_empty_context_is_the_beginning_of_a_text(ours):
+    options = {"until": [], "max_gen_toks": 6}
+    empty, begun = (SimpleNamespace(args=(text, options)) for text in ("", "<s>"))
+    found = ours.generate_until([empty, begun])
+    assert found[0] == found[1] != ""

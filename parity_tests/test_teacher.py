@@ -304,7 +304,7 @@ def test_padding_never_turns_into_nan(folder, rows):
 
 
 def test_jax_reads_what_transformers_saved(folder, rows):
-    """Logits of the fixture agree, so a failure above lies in the cache and not in the model."""
+    """Logits of the fixture agree, so a failure above is of the cache and not of the model."""
     model = torch_model.load_model(str(folder), dtype="float32")
     inputs = [torch.tensor(rows[k]) for k in ("tokens", "segment_ids", "positions")]
     with torch.no_grad():

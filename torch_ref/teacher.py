@@ -162,7 +162,7 @@ def capture(
 
     The logits of at most `chunk_size` tokens are in memory at a time. `numbers`: of the rows, which
     decide the draws of a random sample. Padding has count 0 and
-    log_tail 0: all probability lies in the tail.
+    log_tail 0: all probability is in the tail.
     """
     rows = batch.map(lambda x: torch.tensor(x, device=model.device))
     with layer_outputs(model, manifest.hidden_layers) as outputs:

@@ -5,8 +5,8 @@
 The first rows of a cache are written again at each setting and read back, as training reads them
 (`Cache.read`, one batch ahead in a thread of its own, decoded): rows at random, and in order. Cold:
 after the system was asked to forget the files; rows at random again then come from its memory.
-Beside each array's bytes stands the order-0 entropy of its numbers, what a coder without a memory
-would need at least.
+Rates count padding as tokens. Beside each array's bytes stands the order-0 entropy of its numbers,
+what a coder without a memory would need at least.
 """
 
 import argparse
