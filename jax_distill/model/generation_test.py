@@ -16,29 +16,20 @@ from jax_distill.model import (
     continue_greedily,
     read_tokens,
 )
+from jax_distill.model_test import CONFIG
 
 YARN = RopeConfig("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.1)
-LLAMA = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.3,
-)
 KINDS = ("sliding_attention", "full_attention")
 FAMILIES = {
-    "llama": LLAMA,
-    "mistral": dataclasses.replace(LLAMA, layer_types=KINDS[:1] * 2, sliding_window=3),
+    "llama": CONFIG,
+    "mistral": dataclasses.replace(CONFIG, layer_types=KINDS[:1] * 2, sliding_window=3),
     "qwen2": dataclasses.replace(
-        LLAMA, attention_bias=True, layer_types=KINDS[::-1], sliding_window=3
+        CONFIG, attention_bias=True, layer_types=KINDS[::-1], sliding_window=3
     ),
-    "qwen3": dataclasses.replace(LLAMA, qk_norm=True, head_dim=16, tie_word_embeddings=True),
-    "seed_oss": dataclasses.replace(LLAMA, attention_bias=True, output_bias=True, mlp_bias=True),
+    "qwen3": dataclasses.replace(CONFIG, qk_norm=True, head_dim=16, tie_word_embeddings=True),
+    "seed_oss": dataclasses.replace(CONFIG, attention_bias=True, output_bias=True, mlp_bias=True),
     "gpt_oss": dataclasses.replace(
-        LLAMA, attention_bias=True, output_bias=True, layer_types=KINDS, sliding_window=3,
+        CONFIG, attention_bias=True, output_bias=True, layer_types=KINDS, sliding_window=3,
         attention_sinks=True, num_local_experts=4, num_experts_per_tok=2, rope=YARN,
     ),
 }  # fmt: skip
@@ -121,7 +112,7 @@ def test_greedy_tokens_and_logits_are_those_without_a_cache(name):
 
 def test_dynamic_rope_counts_the_tokens_read_and_not_the_room_for_more():
     rope = RopeConfig("dynamic", factor=4.0)
-    model = random_model(dataclasses.replace(LLAMA, rope=rope, max_position_embeddings=LENGTH + 1))
+    model = random_model(dataclasses.replace(CONFIG, rope=rope, max_position_embeddings=LENGTH + 1))
     rows = {key: x[:1] for key, x in prompts().items()}
     two, more = (
         continue_greedily(model, **rows, new_tokens=n, vocab_size=VOCAB_SIZE) for n in (2, 40)
