@@ -62,6 +62,7 @@ def repair(cache: Cache, teacher: str) -> Cache:
         cache.rows,
         lambda first, end: cache.stored_arrays(np.arange(first, end), ROW_ARRAYS),
         manifest.shard_rows,
+        {shard: commit.resume for shard, commit in cache.commits.items()},
     )
     mesh = sharding.make_mesh(data=-1, fsdp=1)
     is_bf16 = manifest.teacher_dtype == "bfloat16"

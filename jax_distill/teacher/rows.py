@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -54,11 +55,18 @@ class RowSource(Protocol):
 
 
 class KnownRows:
-    """Rows that are there: `read(first, end)` gives those from first to before end."""
+    """Rows that are there: `read(first, end)` gives those from first to before end; `resume` what
+    the commits of their shards say of it."""
 
-    def __init__(self, count: int, read: Callable[[int, int], dict[str, np.ndarray]], size: int):
+    def __init__(
+        self,
+        count: int,
+        read: Callable[[int, int], dict[str, np.ndarray]],
+        size: int,
+        resume: Mapping[int, dict[str, Any] | None] = MappingProxyType({}),
+    ):
         self.count = self.expected = count
-        self._read, self._size = read, size
+        self._read, self._size, self._resume = read, size, resume
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], shard_rows: int) -> Self:
@@ -69,7 +77,7 @@ class KnownRows:
     def shards(self) -> Iterator[Shard]:
         for number, first in enumerate(range(0, self.count, self._size)):
             arrays = self._read(first, min(first + self._size, self.count))
-            yield Shard(number, first, arrays, None)
+            yield Shard(number, first, arrays, self._resume.get(number))
 
 
 @dataclass(frozen=True)
