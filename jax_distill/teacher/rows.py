@@ -65,10 +65,8 @@ class KnownRows:
         """Of arrays [N,T]."""
         count = len(arrays["tokens"])
         shards = [
-            Shard(
-                number, first, {n: x[first : first + shard_rows] for n, x in arrays.items()}, None
-            )
-            for number, first in enumerate(range(0, count, shard_rows))
+            Shard(number, a, {name: x[a : a + shard_rows] for name, x in arrays.items()}, None)
+            for number, a in enumerate(range(0, count, shard_rows))
         ]
         return cls(count, shards)
 
