@@ -25,7 +25,7 @@ def open_array(
     dtype, shape = manifest.array_shapes()[name]
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     settings: dict[str, Any] = {"cname": "zstd", "shuffle": "shuffle", "blocksize": 1 << 18}
-    if create and location.size(metadata_key(name)) is None:
+    if create and location.read(metadata_key(name)) is None:
         settings["clevel"] = level
     blosc = {"name": "blosc", "configuration": settings}
     # crc32c stands outside blosc: TensorStore rejects it inside.
@@ -49,8 +49,8 @@ def open_array(
         },
     }
     if create:
-        return ts.open(spec, open=True, create=True).result()
-    return ts.open(spec, open=True, read=True).result()
+        return ts.open(spec, open=True, create=True, context=location.context).result()
+    return ts.open(spec, open=True, read=True, context=location.context).result()
 
 
 def _inner_length(sequence_length: int) -> int:

@@ -1,0 +1,75 @@
+"""The commands with their caches on an object store: bytes and numbers as in a local folder."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jax_distill.cache.object_store_test import (
+    CREDENTIALS,
+    bucket_bytes,
+    endpoint,  # noqa: F401, a fixture
+    local_bytes,
+)
+from jax_distill.kill_test import finish
+from jax_distill.teacher_test import hf_folder, text_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # see kill_test
+
+
+def settings(folder: Path, name: str, cache: str) -> list[str]:
+    """--config of a run `name` with two steps and a tiny teacher, whose caches are at `cache`."""
+    content = {
+        "output_dir": str(folder / name),
+        "teacher": {"path": str(folder / "teacher"), "dtype": "float32", "batch_size": 4},
+        "student": {"from_teacher": {"layers": [0]}},
+        "data": {
+            "path": str(folder / "text.jsonl"),
+            "format": "jsonl",
+            "sequence_length": 32,
+            "heldout_fraction": 0.2,
+        },
+        "cache": {"path": cache, "top_k": 4, "shard_rows": 16},
+        "train": {"steps": 2, "batch_size": 8, "compute_dtype": "float32"},
+    }
+    file = folder / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return ["--config", str(file)]
+
+
+def test_every_command_reads_and_writes_a_bucket_as_it_does_a_folder(
+    tmp_path,
+    endpoint,  # noqa: F811
+    monkeypatch,
+):
+    """teacher, train, audit, evaluate, and torch_ref's teacher, audit and training."""
+    for name, value in {"AWS_ENDPOINT_URL": endpoint, **CREDENTIALS}.items():
+        monkeypatch.setenv(name, value)
+    hf_folder(tmp_path / "teacher")
+    text_file(tmp_path / "text.jsonl")
+    log, teacher = tmp_path / "log", ["--teacher", str(tmp_path / "teacher")]
+    tables = {}
+    for name, cache in (("local", str(tmp_path / "local_cache")), ("bucket", "s3://caches/run")):
+        config = settings(tmp_path, name, cache)
+        finish(["jax_distill.teacher", *config], log)
+        finish(["jax_distill.train", *config], log)
+        finish(["jax_distill.audit", cache, "--verify", "--spot_check", "4", *teacher], log)
+        finish(["jax_distill.audit", cache, "--compare", str(tmp_path / "local_cache")], log)
+        student = str(tmp_path / name / "export")
+        out = tmp_path / f"{name}.json"
+        words = [f"{cache}/heldout", "--student", student, *teacher, "--json", str(out)]
+        finish(["jax_distill.evaluate", *words], log)
+        tables[name] = json.loads(out.read_text())
+        rows = ["--rows", cache, "--device", "cpu", "--cache.path", f"{cache}_torch"]
+        finish(["torch_ref.teacher", *config, *rows], log)
+        finish(["torch_ref.audit", f"{cache}_torch/train", "--spot_check", "4", *teacher], log)
+        torch = ["--cache.path", f"{cache}_torch", "--output_dir", str(tmp_path / f"{name}_torch")]
+        finish(["torch_ref.train", *config, *torch, "--device", "cpu"], log)
+    assert os.environ["AWS_ENDPOINT_URL"] == endpoint
+    for which in ("", "_torch"):
+        here = local_bytes(tmp_path / f"local_cache{which}")
+        there = bucket_bytes(f"s3://caches/run{which}")
+        assert {k: x for k, x in here.items() if "writer.lock" not in k} == there
+    assert tables["local"] == tables["bucket"]
