@@ -256,7 +256,7 @@ class Bucket(Location):
     command that takes a path of a cache finds it: AWS_ENDPOINT_URL (_S3), AWS_REGION, credentials.
     """
 
-    what_to_check = "the network and the credentials"
+    what_to_check = "the path, the network and the credentials"
 
     def __init__(self, path: str):
         super().__init__(path)

@@ -349,7 +349,7 @@ def test_an_endpoint_where_nobody_answers_or_never_is_said_within_the_deadline(
     assert found.startswith(
         f"expected to list {bucket} at {url}, got: ABORTED: All 1 retry attempts"
     )
-    assert found.endswith("; check the network and the credentials")
+    assert found.endswith("; check the path, the network and the credentials")
     monkeypatch.setattr(location, "DEADLINE", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -456,7 +456,7 @@ def test_a_server_that_stops_midway_loses_nothing(tmp_path, bucket, environment,
         with pytest.raises((RunError, UserError)) as caught:
             read()
         line = str(caught.value)
-        assert "delete" not in line and "check the network and the credentials" in line
+        assert "delete" not in line and "check the path, the network and the credentials" in line
     wire.up()
     np.testing.assert_array_equal(cache.read([1, 2]).tokens, arrays["tokens"][[1, 2]])
     cache.require_complete()
