@@ -30,7 +30,7 @@ def open_array(
     blosc = {"name": "blosc", "configuration": settings}
     # crc32c stands outside blosc: TensorStore rejects it inside.
     sharding = {
-        "chunk_shape": [1, _inner_length(manifest.sequence_length), *shape[1:]],
+        "chunk_shape": [1, inner_length(manifest.sequence_length), *shape[1:]],
         "codecs": [little_endian, blosc, {"name": "crc32c"}],
         "index_codecs": [little_endian, {"name": "crc32c"}],
     }
@@ -53,7 +53,7 @@ def open_array(
     return ts.open(spec, open=True, read=True, context=location.context).result()
 
 
-def _inner_length(sequence_length: int) -> int:
+def inner_length(sequence_length: int) -> int:
     """The largest divisor of T up to INNER_CHUNK; T itself where all of them are small."""
     divisors = (n for n in range(INNER_CHUNK, INNER_CHUNK // 8, -1) if sequence_length % n == 0)
     return next(divisors, sequence_length)

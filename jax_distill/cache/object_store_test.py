@@ -383,12 +383,14 @@ def test_which_credentials_there_are_is_seen_without_asking_anybody(environment,
 
 
 class Wire:
-    """Forwards a port of its own to the server's while it is up; down, it refuses connections."""
+    """Forwards a port of its own to the server's while it is up; down, it refuses connections;
+    silent, it takes what is said and says nothing."""
 
     def __init__(self, endpoint: str):
         self._port, self._server = free_port(), int(endpoint.rsplit(":", 1)[1])
         self.url = f"http://127.0.0.1:{self._port}"
         self._open: list[socket.socket] = []
+        self.silent = False
         self.up()
 
     def up(self) -> None:
@@ -410,11 +412,11 @@ class Wire:
                 for pair in ((near, far), (far, near)):
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
-    @staticmethod
-    def _forward(source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                sink.sendall(data)
+                if not self.silent:
+                    sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
 
@@ -460,3 +462,40 @@ def test_a_server_that_stops_midway_loses_nothing(tmp_path, bucket, environment,
     wire.up()
     np.testing.assert_array_equal(cache.read([1, 2]).tokens, arrays["tokens"][[1, 2]])
     cache.require_complete()
+
+
+SILENCED = """
+import sys
+from jax_distill.base.errors import RunError
+from jax_distill.cache import Cache, object_store
+object_store.RETRIES = {"max_retries": 1, "initial_delay": "10ms", "max_delay": "10ms"}
+cache = Cache.open(sys.argv[1])
+print("open", flush=True)
+input()
+try:
+    cache.read([0])
+except RunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_network_that_falls_silent_is_given_up(tmp_path, bucket, environment, wire):
+    """In a process of its own, since curl reads how long it waits once; here a second."""
+    local, arrays, _ = small(tmp_path, length=8, top_k=4)
+    cache_of(bucket, local.manifest, arrays)
+    assert object_store.SILENCE.items() <= os.environ.items()
+    environment(AWS_ENDPOINT_URL=wire.url, **CREDENTIALS)
+    seconds = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "1"}
+    reader = subprocess.Popen(
+        [sys.executable, "-c", SILENCED, bucket],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | seconds,
+        text=True,
+    )
+    assert reader.stdout.readline() == "open\n"
+    wire.silent = True
+    line = reader.communicate("\n")[0].strip()
+    assert line.startswith(f"expected to read the cache at {bucket}, got: ABORTED: All 1 retry")
+    assert line.endswith("credentials, and re-run the same command to resume")
