@@ -7,12 +7,7 @@ import pytest
 import yaml
 
 from jax_distill.cache import object_store
-from jax_distill.cache.object_store_test import (
-    CREDENTIALS,
-    bucket_bytes,
-    endpoint,  # noqa: F401, a fixture
-    local_bytes,
-)
+from jax_distill.cache.conftest import CREDENTIALS, bucket_bytes, local_bytes
 from jax_distill.kill_test import finish
 from jax_distill.teacher_test import hf_folder, text_file
 
@@ -39,11 +34,7 @@ def settings(folder: Path, name: str, cache: str) -> list[str]:
     return ["--config", str(file)]
 
 
-def test_every_command_reads_and_writes_a_bucket_as_it_does_a_folder(
-    tmp_path,
-    endpoint,  # noqa: F811
-    monkeypatch,
-):
+def test_every_command_reads_and_writes_a_bucket_as_a_folder(tmp_path, endpoint, monkeypatch):
     """teacher, train, audit, evaluate, and torch_ref's teacher, audit and training."""
     for name, value in {"AWS_ENDPOINT_URL": endpoint, **CREDENTIALS}.items():
         monkeypatch.setenv(name, value)

@@ -1,0 +1,125 @@
+"""One writer at a time on an object store, and what a killed one leaves."""
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jax_distill.base.errors import UserError
+from jax_distill.cache import Cache, Location, create
+from jax_distill.cache.conftest import bucket_bytes, local_bytes, put
+from jax_distill.cache.location import LOCK, Bucket
+from jax_distill.cache_test import cache_of, small
+
+KILLED = """
+import os, pickle, signal, sys
+from jax_distill.cache import Manifest, create, location
+path, arrays, manifest, at = sys.argv[1:]
+arrays = pickle.load(open(arrays, "rb"))
+manifest = Manifest.parse(open(manifest, "rb").read(), "")
+write = location.Location.write
+
+def killed(self, key, content):
+    if key == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, key, content)
+
+location.Location.write = killed
+with create(path, manifest, 10) as writer:
+    for shard, first, last in writer.missing_shards():
+        writer.write(shard, {name: each[first : last + 1] for name, each in arrays.items()})
+"""
+
+
+def test_killed_writers_are_resumed_at_once_and_the_last_ends_with_the_same_bytes(tmp_path, bucket):
+    """The lock of each is there, and its process is not; so is a shard without its commit."""
+    local, arrays, _ = small(tmp_path / "local", length=8, top_k=4)
+    (tmp_path / "arrays").write_bytes(pickle.dumps(arrays))
+    for at in ("manifest.json", "commits/000001.json"):
+        words = [bucket, str(tmp_path / "arrays"), str(tmp_path / "local/manifest.json"), at]
+        killed = subprocess.Popen([sys.executable, "-c", KILLED, *words])
+        assert os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT).si_status == signal.SIGKILL
+        assert Location(bucket).active_writer() is None, "a zombie writes no more"
+        assert killed.wait() == -signal.SIGKILL
+        assert json.loads(Location(bucket).read(LOCK))["pid"] == killed.pid
+        left = bucket_bytes(bucket)
+        assert at not in left and ("tokens/c/1/0" in left) == (at == "commits/000001.json")
+    cache_of(bucket, local.manifest, arrays).require_complete()
+    assert bucket_bytes(bucket) == local_bytes(tmp_path / "local")
+    assert Location(bucket).read(LOCK) is None
+
+
+def test_a_second_writer_is_refused_and_the_first_one_goes_on(tmp_path, bucket):
+    local, arrays, _ = small(tmp_path, length=8, top_k=4)
+    with create(bucket, local.manifest, 10) as writer:
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on .* since 20.*Z; "):
+            create(bucket, local.manifest, 10)
+        assert f"process {os.getpid()}" in Cache.open(bucket).location.active_writer()
+        with pytest.raises(UserError, match="a writer is active .process"):
+            Cache.open(bucket).require_complete()
+        for shard, first, last in writer.missing_shards():
+            writer.write(shard, {name: each[first : last + 1] for name, each in arrays.items()})
+    assert bucket_bytes(bucket) == local_bytes(tmp_path)
+
+
+def lock_of(at: Bucket, **changes) -> bytes:
+    """The lock that this process would have there, but for some fields."""
+    lock = at.lock()
+    content = json.loads(at.read(LOCK))
+    lock.release()
+    return json.dumps(content | changes).encode()
+
+
+def test_a_lock_whose_owner_may_live_is_kept_and_the_refusal_says_how_to_remove_it(bucket):
+    at = Location(bucket)
+    for content in (
+        lock_of(at, machine="another one", started="1", owner="process 7 on elsewhere"),
+        lock_of(at, pid="7"),
+        *(b"", b"{", b"[]", b"3", b'{"owner": "x"}'),
+    ):
+        put(bucket, LOCK, content)
+        with pytest.raises(UserError, match=f"if it is no more, delete {bucket}/{LOCK} and re-run"):
+            at.lock()
+        assert at.active_writer() in ("another process", None) or b"elsewhere" in content
+        assert at.read(LOCK) == content
+    put(bucket, LOCK, None)
+    at.lock().release()
+
+
+def test_the_lock_of_a_process_that_is_gone_goes_to_one_of_those_who_want_it(bucket):
+    """Also where another process has its number by now."""
+    at = Location(bucket)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for changes in ({"pid": ended.pid, "started": "1"}, {"started": "1"}):
+        put(bucket, LOCK, lock_of(at, **changes))
+        assert at.active_writer() is None
+        taken = []
+        barrier = threading.Barrier(8)
+
+        def take(_: int, taken=taken, barrier=barrier) -> None:
+            barrier.wait()
+            with contextlib.suppress(UserError):
+                taken.append(at.lock())
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(take, range(8)))
+        assert len(taken) == 1
+        taken[0].release()
+        assert at.read(LOCK) is None
+
+
+def test_who_lost_the_lock_releases_nobody_elses(bucket):
+    at = Location(bucket)
+    lock = at.lock()
+    put(bucket, LOCK, b"somebody else's")
+    lock.release()
+    lock.release()
+    assert at.read(LOCK) == b"somebody else's"
