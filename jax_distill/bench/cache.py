@@ -132,9 +132,9 @@ def print_bytes(cache: Cache, stored: dict[str, np.ndarray]) -> None:
 
 def print_rates(rows: list[dict[str, Any]]) -> None:
     """The settings beside each other, rates in thousands of tokens a second."""
-    titles = ("zstd level", "positions a chunk", "rows a shard", "GB", "bytes a token", "write")
-    table = Table(*titles, "random, cold", "random", "in order, cold")
-    table.title = "thousands of tokens a second"
+    titles = ("zstd", "chunk", "shard", "GB", "bytes", "write", "random, cold", "random")
+    table = Table(*titles, "in order, cold")
+    table.title = "positions a chunk, rows a shard, bytes a token, thousands of tokens a second"
     for *setting, total, size, write, cold, warm, in_order in (row.values() for row in rows):
         rates = [f"{x / 1e3:,.0f}" for x in (write, cold, warm, in_order)]
         table.add_row(*map(str, setting), f"{total / 1e9:.3f}", f"{size:.1f}", *rates)

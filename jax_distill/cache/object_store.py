@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorstore as ts
 
-from jax_distill.base.errors import one_line
-
 DRIVERS = {"s3": "s3", "gs": "gcs"}  # of TensorStore, by the scheme of a path
 DEADLINE = 10.0  # seconds for a store's first answer
 # Of every request that fails: a pause of 1, 2, 4 … 32 s before each; two minutes in all.
@@ -82,4 +80,5 @@ def _credentials() -> str:
 
 def reason(error: Exception) -> str:
     """What TensorStore says went wrong, without the server's whole answer."""
-    return one_line(re.split(r" \[(?:http_|x-amz)", str(error))[0]) or type(error).__name__
+    words = re.split(r" \[(?:http_|x-amz)", str(error))[0].split()
+    return " ".join(words)[:400] or type(error).__name__
