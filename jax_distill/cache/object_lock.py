@@ -14,6 +14,7 @@ import tensorstore as ts
 from jax_distill.base.errors import UserError
 
 RELEASE_SECONDS = 10.0
+ATTEMPTS = 10  # to take a lock that others want too
 
 
 class ObjectLock:
@@ -27,7 +28,8 @@ class ObjectLock:
         """Take the lock at once.
 
         Raises:
-            UserError: another process has it, or had it on another machine.
+            UserError: another process has it, or had it on another machine; the store never grants
+                it.
             ValueError: the store does not answer.
         """
         self._store, self._key = store, key
@@ -42,18 +44,25 @@ class ObjectLock:
             "token": uuid.uuid4().hex,
         }
         content = json.dumps(owner, indent=1).encode()
-        while self._generation is None:
+        for _ in range(ATTEMPTS):
             found = store.read(key).result()
             if found.value == content:  # written, though its answer was lost on the way
                 self._generation = found.stamp.generation
-            elif other := active_owner(found.value if found.state == "value" else None):
+                return
+            if other := active_owner(found.value if found.state == "value" else None):
                 raise UserError(
                     f"{what} is in use by {other}; wait for it to finish, or choose another "
                     f"folder; if it is no more, delete {url} and re-run the same command"
                 )
-            else:  # nobody's: it is ours unless somebody else is quicker; then look again
-                written = store.write(key, content, if_equal=found.stamp.generation).result()
-                self._generation = written.generation or None
+            # Nobody's: it is ours unless somebody else is quicker.
+            written = store.write(key, content, if_equal=found.stamp.generation).result()
+            if written.generation:
+                self._generation = written.generation
+                return
+        raise UserError(
+            f"expected to create {url}, got {ATTEMPTS} refusals and no lock of another writer; "
+            "see that its bucket is there and knows If-None-Match and If-Match"
+        )
 
     def release(self) -> None:
         """Let go of it; twice does no harm, and so does a store that no longer answers: the next

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from jax_distill.base.errors import UserError
 from jax_distill.cache import Cache, Location, create
-from jax_distill.cache.conftest import bucket_bytes, local_bytes, put
+from jax_distill.cache.conftest import CREDENTIALS, bucket_bytes, local_bytes, put
 from jax_distill.cache.location import LOCK, Bucket
 from jax_distill.cache_test import cache_of, small
 
@@ -123,3 +124,56 @@ def test_who_lost_the_lock_releases_nobody_elses(bucket):
     lock.release()
     lock.release()
     assert at.read(LOCK) == b"somebody else's"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """An S3 server that refuses every PUT, as where somebody else was quicker; `keeps` what came
+    all the same, as where an answer was lost and the request was sent again."""
+
+    keeps, content = False, b""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, code: int, content: bytes = b"") -> None:
+        self.send_response(code)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self) -> None:
+        if "list-type" in self.path:
+            self.answer(
+                200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+            )
+        else:
+            self.answer(200 if self.content else 404, self.content)
+
+    def do_HEAD(self) -> None:
+        self.answer(404)
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.keeps:
+            type(self).content = content
+        self.answer(412)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_lock_that_is_never_granted_is_said_and_one_whose_answer_was_lost_is_ours(
+    environment, keeps
+):
+    handler = type("Handler", (Refusing,), {"keeps": keeps})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment(AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_port}", **CREDENTIALS)
+        at = Location("s3://caches/refused")
+        if keeps:
+            lock = at.lock()
+            assert at.read(LOCK) == handler.content
+            lock.release()
+        else:
+            with pytest.raises(UserError, match=f"create s3://caches/refused/{LOCK}, got 10 refus"):
+                at.lock()
+        server.shutdown()
