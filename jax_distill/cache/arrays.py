@@ -57,7 +57,7 @@ def open_array(
     }
     if create and rows is None and "clevel" not in settings:
         del spec["metadata"]["shape"]  # as it began, or as a writer that was killed has left it
-        array = ts.open(spec, open=True).result()
+        array = ts.open(spec, open=True, context=location.context).result()
         return array.resize(exclusive_max=[OPEN_ROWS, *shape], resize_metadata_only=True).result()
     if create:
         return ts.open(spec, open=True, create=True, context=location.context).result()
