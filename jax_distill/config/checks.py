@@ -20,6 +20,12 @@ from jax_distill.config.typed import flatten
 def derived(config: Config, name: str) -> Config:
     """Fill the defaults that depend on other fields, and refuse what cannot be meant."""
     output_dir = config.output_dir or f"runs/{name}"
+    if "://" in output_dir:
+        raise UserError(
+            f"expected output_dir as a folder of this machine, got {output_dir}: checkpoints, "
+            "metrics and the lock of a run are files; copy the folder of a finished run there, and "
+            "set cache.path alone to an object store"
+        )
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
     train, loss = config.train, config.loss

@@ -119,7 +119,8 @@ class CacheConfig:
     """The top-K cache, `<path>/train` and `<path>/heldout`.
 
     Attributes:
-        path: a folder. Default: `<output_dir>/cache`.
+        path: a folder, or one of an object store, `s3://BUCKET/FOLDER` (docs/CACHE.md). Default:
+            `<output_dir>/cache`.
         top_k: K, logits kept per position.
         top_p: keep of the K as many as reach this probability at the first of `temperatures`; null
             keeps all.
