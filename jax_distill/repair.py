@@ -11,7 +11,7 @@ from jax_distill.base.errors import RunError, UserError
 from jax_distill.batch import ROW_ARRAYS
 from jax_distill.cache import Cache, commit_key, teacher_fingerprint
 from jax_distill.config import Config, TeacherConfig
-from jax_distill.teacher import find_teacher, load_teacher, write_cache
+from jax_distill.teacher import KnownRows, find_teacher, load_teacher, write_cache
 
 
 def damaged_shards(cache: Cache) -> Collection[int]:
@@ -58,7 +58,12 @@ def repair(cache: Cache, teacher: str) -> Cache:
             f"expected the teacher that the cache at {cache.path} was made with, got {teacher}, "
             "which is another by its fingerprint; name that one"
         )
-    rows = cache.stored_arrays(np.arange(cache.rows), ROW_ARRAYS)
+    rows = KnownRows(
+        cache.rows,
+        lambda first, end: cache.stored_arrays(np.arange(first, end), ROW_ARRAYS),
+        manifest.shard_rows,
+        {shard: commit.resume for shard, commit in cache.commits.items()},
+    )
     mesh = sharding.make_mesh(data=-1, fsdp=1)
     is_bf16 = manifest.teacher_dtype == "bfloat16"
     config = Config(teacher=TeacherConfig(dtype="bfloat16" if is_bf16 else "float32"))

@@ -25,6 +25,8 @@ import numpy as np
 from jax_distill.base.errors import UserError, shown
 from jax_distill.base.json_object import BAD_JSON, json_problem
 from jax_distill.batch import EncodedTopK
+from jax_distill.data.files import data_suffix, numbered_lines
+from jax_distill.data.tables import SUFFIXES, table_rows
 
 EXCESS = 0.01
 """That probabilities may sum to more than 1, or one be above it: bf16 logprobs are off by 2^-9 of
@@ -50,53 +52,36 @@ class Imported(NamedTuple):
 
 
 def read_sequences(file: Path, *, top_k: int, vocab_size: int) -> Iterator[Imported]:
-    """The sequences of a file, .parquet or JSONL, in its order; those without a token left out.
+    """The sequences of a file, .parquet, .arrow or JSONL (.gz, .zst), in its order; those without a
+    token left out.
 
     Raises:
         UserError: a line that is of neither form, ids outside the vocabulary or twice in an entry,
             logprobs that are not finite or no log-probabilities; file and line are named.
     """
-    rows = _parquet_rows if file.suffix == ".parquet" else _json_rows
-    for where, row in rows(file):
+    for where, row in _rows(file):
         if (found := _sequence(row, where, top_k=top_k, vocab_size=vocab_size)) is not None:
             yield found
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(line)
-            except BAD_JSON as error:
-                raise UserError(
-                    f"{where}: expected one JSON object a line, got {line[:40]!r} "
-                    f"({json_problem(error)}); fix or remove the line"
-                ) from None
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: expected a JSON object, got {shown(row)}; fix the line")
-            yield where, row
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(
-            f"expected the package pyarrow for {file}, got none; run: pip install "
-            "'jax-distill[hub]'"
-        ) from None
-    number = 0
-    try:
-        for batch in ParquetFile(file).iter_batches(batch_size=64):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{file} row {number}", row
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file}: expected a parquet file, got {error}; save it again") from None
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of a table or of JSONL."""
+    if data_suffix(file) in SUFFIXES:
+        for number, row in enumerate(table_rows(file), 1):
+            yield f"{file} row {number}", row
+        return
+    for number, line in numbered_lines(file):
+        where = f"{file}:{number}"
+        try:
+            row = json.loads(line)
+        except BAD_JSON as error:
+            raise UserError(
+                f"{where}: expected one JSON object a line, got {line[:40]!r} "
+                f"({json_problem(error)}); fix or remove the line"
+            ) from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: expected a JSON object, got {shown(row)}; fix the line")
+        yield where, row
 
 
 def _sequence(

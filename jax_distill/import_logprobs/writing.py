@@ -5,7 +5,7 @@ The files stand in `data.path` and the teacher's name in `teacher.path`, so that
 same configuration finds the caches finished. Where that teacher is here too, `train` checks them
 against it as it checks any cache.
 
-Held out are sequences by the rule of `data.read_documents`: the sha256 of their ids below
+Held out are sequences by the rule of `data.Corpus`: the sha256 of their ids below
 `data.heldout_fraction`, one at least; both parts in the order of the hashes. Rows are packed as
 `packing.pack` packs documents: whole sequences, each a segment; one longer than a row is cut into
 pieces, each of which goes on as the source read it, with all before in its context, while a student
@@ -29,13 +29,14 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.versions import git_revision, versions
 from jax_distill.cache import Cache, Location, Manifest, create, teacher_fingerprint
 from jax_distill.config import Config
+from jax_distill.data.files import data_suffix
 from jax_distill.data.readers import source_files
 from jax_distill.import_logprobs.reading import Imported, read_sequences
 from jax_distill.packing import Rows, pack
 from jax_distill.teacher.files import TeacherFiles
 
 SPLITS = ("train", "heldout")
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Waiting:
 
 def hold_out(digests: Sequence[bytes], fraction: float) -> tuple[list[int], list[int]]:
     """The numbers of (train, heldout) sequences, each in the order of the hashes; the rule stands
-    in `data.read_documents`.
+    in `data.Corpus`.
 
     Raises:
         UserError: fewer than two different sequences.
@@ -194,7 +195,7 @@ def _files(config: Config) -> tuple[Any, list[Path]]:
         )
     files = [file for part in parts for file in source_files(part, format=config.data.format)]
     for file in files:
-        if file.suffix.lower() not in SUFFIXES:
+        if data_suffix(file) not in SUFFIXES:
             raise UserError(
                 f"expected a file of logprobs ({', '.join(SUFFIXES)}), got {file}; name others"
             )

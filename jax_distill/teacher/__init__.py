@@ -10,6 +10,7 @@ from typing import Any
 
 _FILES = {
     "AHEAD": "writing",
+    "KnownRows": "rows",
     "TeacherFiles": "files",
     "data_path": "caches",
     "expected_bytes": "writing",
