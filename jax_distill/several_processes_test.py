@@ -241,7 +241,7 @@ def test_a_live_teacher_split_by_tensor_with_offloaded_moments(folder):
     """Two processes that hold halves of the same rows' heads, MLP and vocabulary, teacher and
     student; the moments in their hosts' memory; a hidden-state loss."""
     options = ["--teacher.mode=online", "--loss.hidden_weight=1", "--train.steps=2"]
-    options += ["--evaluate.samples=0"]
+    options += ["--evaluate.samples=0", "--train.micro_batch_size=8", "--train.remat=none"]
     options += ["--mesh.fsdp=1", "--mesh.tensor=-1", "--optimizer.offload=moments"]
     for name, count in ("live_one", 1), ("live_two", 2):
         words = command(folder, "train", run=name, cache="rows")
