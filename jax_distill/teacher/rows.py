@@ -4,9 +4,8 @@ import dataclasses
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -55,29 +54,24 @@ class RowSource(Protocol):
 
 
 class KnownRows:
-    """Rows that are there: `read(first, end)` gives those from first to before end; `resume` what
-    the commits of their shards say of it."""
+    """Shards that are there, of N rows in all."""
 
-    def __init__(
-        self,
-        count: int,
-        read: Callable[[int, int], dict[str, np.ndarray]],
-        size: int,
-        resume: Mapping[int, dict[str, Any] | None] = MappingProxyType({}),
-    ):
+    def __init__(self, count: int, shards: Iterable[Shard]):
         self.count = self.expected = count
-        self._read, self._size, self._resume = read, size, resume
+        self._shards = shards
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], shard_rows: int) -> Self:
         """Of arrays [N,T]."""
         count = len(arrays["tokens"])
-        return cls(count, lambda a, b: {n: x[a:b] for n, x in arrays.items()}, shard_rows)
+        shards = [
+            Shard(number, a, {name: x[a : a + shard_rows] for name, x in arrays.items()}, None)
+            for number, a in enumerate(range(0, count, shard_rows))
+        ]
+        return cls(count, shards)
 
     def shards(self) -> Iterator[Shard]:
-        for number, first in enumerate(range(0, self.count, self._size)):
-            arrays = self._read(first, min(first + self._size, self.count))
-            yield Shard(number, first, arrays, self._resume.get(number))
+        return iter(self._shards)
 
 
 @dataclass(frozen=True)
