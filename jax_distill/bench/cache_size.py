@@ -10,7 +10,7 @@ each id becomes another one of the larger vocabulary, the same at all positions:
     spread    by a random increasing map: frequent ids stay small ones, as in any BPE
     permuted  by a random one: an id's bytes say nothing of how frequent it is
 
-Real ids of that vocabulary should lie between, since its small ids are the frequent ones and its tokens
+Real ids of that vocabulary should lie between: its small ids are the frequent ones, and its tokens
 are spread over more ids than those of the smaller one.
 """
 

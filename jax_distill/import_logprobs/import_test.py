@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_distill import audit, distil, hf
+from jax_distill import audit, data, distil, hf
 from jax_distill.base.errors import UserError
 from jax_distill.batch import Batch
 from jax_distill.cache import Cache
@@ -170,6 +170,26 @@ def test_every_form_gives_the_same_cache(form, folder, sequences, vllm):
             last = name.startswith("teacher") and form == "own_parquet"  # which has one entry more
             where = left["loss_mask"] > 0 if last else np.ones(len(array), bool)
             np.testing.assert_array_equal(left[name][where], array[where], err_msg=name)
+
+
+def test_the_same_sequences_are_held_out_as_of_token_data(vllm, folder, sequences):
+    file = write_lines(folder / "tokens.jsonl", [{"tokens": t.tolist()} for t, _ in sequences])
+    corpus = data.Corpus(
+        str(file),
+        format="tokens",
+        tokenizer=data.Tokenizer.load(folder / "teacher"),
+        heldout_fraction=vllm.data.heldout_fraction,
+    )
+    for split in ("train", "heldout"):
+        expected = sorted(tuple(document.tokens) for _, document in corpus.documents(split))
+        cache = Cache.open(f"{vllm.cache.path}/{split}")
+        rows = cache.stored_arrays(np.arange(cache.rows))
+        found = [
+            tuple(tokens[segments == segment])
+            for tokens, segments in zip(rows["tokens"], rows["segment_ids"], strict=True)
+            for segment in range(1, segments.max() + 1)
+        ]
+        assert sorted(found) == expected
 
 
 def test_training_from_an_import_and_its_audit(vllm, folder, capsys):
