@@ -77,9 +77,9 @@ import runpy, sys
 from jax_distill.cache import writer
 write = writer.Writer.write
 
-def recorded(self, shard, arrays):
+def recorded(self, shard, *rest):
     print("wrote", self.path.rsplit("/", 1)[-1], shard, flush=True)
-    return write(self, shard, arrays)
+    return write(self, shard, *rest)
 
 writer.Writer.write = recorded
 sys.argv = sys.argv[1:]

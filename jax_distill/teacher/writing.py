@@ -124,10 +124,11 @@ class Work(NamedTuple):
 
     @property
     def expected_batches(self) -> int:
-        """Of this process."""
-        whole, rest = divmod(self.expected_rows, self.shard_rows)
-        batches = whole * -(-self.shard_rows // self.batch_size) + -(-rest // self.batch_size)
-        return -(-batches // self.share.parts)
+        """Of every process, as far as is known: a turn is as long as its longest shard."""
+        turn = self.shard_rows * self.share.parts
+        turns, rest = divmod(self.expected_rows, turn)
+        longest = min(rest, self.shard_rows)
+        return turns * -(-self.shard_rows // self.batch_size) + -(-longest // self.batch_size)
 
 
 def prefetched(values: Iterator[T]) -> Iterator[T]:
