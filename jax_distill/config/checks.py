@@ -232,7 +232,7 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
         train.save_every train.keep train.ce_baseline_learning_rate evaluate.sample_tokens
-        mesh.num_processes mesh.heartbeat_seconds""",
+        mesh.num_processes mesh.heartbeat_seconds mesh.join_seconds""",
     ),
     (
         lambda x: x >= 0,

@@ -356,6 +356,7 @@ class MeshConfig:
         num_processes: how many; null is what the cluster says.
         process_id: which of them this is, from 0; null is what the cluster says.
         heartbeat_seconds: after so long without a sign of one process, all the others end.
+        join_seconds: how long processes wait at the start for all of them to come.
     """
 
     data: int = -1
@@ -366,6 +367,7 @@ class MeshConfig:
     num_processes: int | None = None
     process_id: int | None = None
     heartbeat_seconds: int = 60
+    join_seconds: int = 120
 
     @property
     def axes(self) -> dict[str, Any]:
