@@ -61,7 +61,7 @@ def run(config, tmp_path) -> Path:
     config = dataclasses.replace(config, student=cut)
     save(config, folder / "config.yaml")
     place = Path(config.teacher.path)
-    start = student.make_student(place, folder / "student", layers=[0], parameters=None)
+    start = student.make_student(place, folder / "student", FromTeacher(layers=[0]))
     model = hf.load_model(start)
     params = nnx.state(model, nnx.Param)
     with Checkpoints(folder / "checkpoints", keep=2, seed=config.seed) as saved:
@@ -160,13 +160,13 @@ def test_a_student_killed_half_made_leaves_nothing_at_its_place(config, tmp_path
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(student, "_copy_weights", killed)
-    options = {"layers": [0], "parameters": None}
+    monkeypatch.setattr(student.cutting, "_copy_weights", killed)
+    cut = FromTeacher(layers=[0])
     with pytest.raises(KeyboardInterrupt):
-        student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
+        student.make_student(Path(config.teacher.path), tmp_path / "out", cut)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
+    student.make_student(Path(config.teacher.path), tmp_path / "out", cut)
     hf.load_model(tmp_path / "out")
 
 

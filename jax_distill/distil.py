@@ -139,11 +139,21 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     teacher_files, teacher_folder = processes.primary_first(lambda: teacher.teacher_folders(config))
     trained = run.trained
 
-    def prepare() -> list[str]:
-        return [*map(str, student.prepare(config, run.path, teacher_files, trained=trained))]
+    def prepare(cache: Cache | None = None) -> tuple[Path, Path]:
+        def made() -> list[str]:
+            both = student.prepare(config, run.path, teacher_files, trained=trained, cache=cache)
+            return [*map(str, both)]
 
-    start, folder = map(Path, processes.from_primary(prepare))
-    architecture = hf.model_config(hf.read_config(folder))
+        start, folder = map(Path, processes.from_primary(made))
+        return start, folder
+
+    cut = config.student.from_teacher
+    by_rows = cut is not None and cut.reads_rows  # what stays is measured over the cache's rows
+    if by_rows:
+        architecture = student.planned_architecture(config).model
+    else:
+        start, folder = prepare()
+        architecture = hf.model_config(hf.read_config(folder))
     models_run = [(architecture, config.train.compute_dtype)]
     depth = None
     if teacher_folder:
@@ -156,6 +166,8 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         say(f"hidden states: {hidden.kind} of the student's layers to the teacher's, {shown}")
     doctor.check(config, models_run)
     train_cache, heldout_cache = teacher.write_caches(config)
+    if by_rows:
+        start, folder = prepare(train_cache)
     run.use_cache(train_cache.manifest.fingerprint)
 
     # 2. What the end would refuse is refused now.
