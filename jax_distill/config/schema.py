@@ -317,6 +317,7 @@ class TrainConfig:
         ce_baseline: also train a student of the same size, start, rows and steps without teacher.
         ce_baseline_learning_rate: its own; null is the student's.
         profile_steps: write a jax.profiler trace of steps [first, last).
+        wandb: project of Weights & Biases that gets the metrics as well (extra of that name).
     """
 
     steps: int | None = None
@@ -336,6 +337,7 @@ class TrainConfig:
     ce_baseline: bool = False
     ce_baseline_learning_rate: float | None = None
     profile_steps: list[int] | None = None
+    wandb: str = ""
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps over a cache of so many rows: whole batches, one at least."""

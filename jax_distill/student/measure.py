@@ -111,6 +111,6 @@ def _largest(what: str, importance: np.ndarray, count: int) -> np.ndarray | None
     if count == whole:
         return None
     kept = np.array([most_important(row, count) for row in importance])
-    share = (np.take_along_axis(importance, kept, -1) ** 2).sum() / (importance**2).sum()
-    say(f"kept: {count:,} of {whole:,} {what}, {100 * share:.1f} % of the sum of their squares")
+    share = np.take_along_axis(importance, kept, -1).sum() / importance.sum()
+    say(f"kept: {count:,} of {whole:,} {what}, {100 * share:.1f} % of the sum of their importance")
     return kept
