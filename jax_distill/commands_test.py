@@ -1,6 +1,7 @@
 """The small commands: what they refuse, in one line, before any work; what they never lose."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -127,6 +128,23 @@ def test_export_writes_over_its_own_folder_and_over_no_other(run, tmp_path, monk
     assert "expected a run folder" in refusal("export", "precious", "new")
     assert "expected --step among [2, 4]" in refusal("export", run, "new", "--step", "3")
     assert snapshot(tmp_path) == before
+
+
+def test_a_push_is_refused_before_the_work_or_leaves_what_was_written(run, tmp_path, monkeypatch):
+    """huggingface_hub's own client, and nobody at the other end."""
+    out = tmp_path / "out"
+    for repo in ("name", "a/b/c", "../x", "owner/a--b", "owner/name.git", f"o/{'n' * 99}"):
+        said = refusal("export", run, out, "--push", repo)
+        assert "expected a hub id owner/name for --push" in said, said
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "pip install 'jax-distill[hub]'" in refusal("export", run, out, "--push", "o/n")
+    assert not out.exists()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    with pytest.raises(RunError, match="expected to push .* to o/n, got .*; the folder is written"):
+        export.main([str(run), str(out), "--push", "o/n"])
+    hf.load_model(out)
 
 
 def test_a_run_whose_configuration_was_emptied_is_refused(run, tmp_path):
