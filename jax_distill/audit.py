@@ -110,8 +110,8 @@ def _verify_says_well(cache: Cache) -> bool:
     if writer:  # what it has not committed yet is no damage
         problems = [each for each in problems if not each.endswith("is not committed")]
         say(
-            f"{cache.path}: a writer is active ({writer}); {len(cache.commits)} of {cache.shards} "
-            "shards are committed so far"
+            f"{cache.path}: a writer is active ({writer}); {len(cache.commits)} of "
+            f"{cache.shard_count} shards are committed so far"
         )
     for problem in problems:
         say(f"bad: {problem}")
@@ -163,7 +163,8 @@ def print_facts(cache: Cache) -> None:
     facts = {
         "path": cache.path,
         "rows": f"{cache.rows:,} of {manifest.sequence_length:,} tokens",
-        "committed": f"{len(cache.commits)} of {cache.shards} shards of {manifest.shard_rows} rows",
+        "committed": f"{len(cache.commits)} of {cache.shard_count} shards of "
+        f"{manifest.shard_rows} rows",
         "tokens": f"{cache.tokens:,}, of which {cache.targets:,} predict",
         "finished": "yes" if cache.complete else "no",
         "vocabulary": f"{manifest.vocab_size:,}, largest id {cache.largest_token:,}",

@@ -1,6 +1,7 @@
 """Readers, split, mixture and order: what comes in comes out, and what does not is counted."""
 
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,17 @@ import tokenizers
 
 from jax_distill.base.errors import UserError
 from jax_distill.config import Source
-from jax_distill.data import Tokenizer, fingerprint, read_documents, train_tokenizer
+from jax_distill.data import (
+    Corpus,
+    Taken,
+    Tokenizer,
+    fingerprint,
+    read_documents,
+    tokenizing,
+    train_tokenizer,
+)
+from jax_distill.data import corpus as corpus_module
+from jax_distill.data.paragraphs import SeenParagraphs
 from jax_distill.data.readers import hub_fingerprint
 
 PROSE = [f"Document {i} says that {i * i} is the square of {i}. " * 4 for i in range(60)]
@@ -298,7 +309,7 @@ def test_weights_are_shares_of_the_tokens(tmp_path, tokenizer):
         return totals[1], totals[2]
 
     both = read([Source(path) for path in sources], tokenizer, heldout_fraction=0.1)
-    assert both.counts.left_out_documents == 0 and len(both.train + both.heldout) == 500
+    assert both.counts.unread_documents == 0 and len(both.train + both.heldout) == 500
     mixed = read(
         [Source(sources[0], 3.0), Source(sources[1], 2.0)], tokenizer, heldout_fraction=0.1
     )
@@ -306,9 +317,11 @@ def test_weights_are_shares_of_the_tokens(tmp_path, tokenizer):
     assert b == all_b and abs(a - 1.5 * b) <= 40 < all_a - a  # b runs out first: used whole
     held_a, held_b = tokens_by_source(mixed.heldout)
     assert held_b == tokens_by_source(both.heldout)[1] and held_a > 0
-    every = both.counts.tokens + both.counts.heldout_tokens
-    used = mixed.counts.tokens + mixed.counts.heldout_tokens
-    assert mixed.counts.left_out_tokens == every - used
+    used = len(mixed.train + mixed.heldout)
+    assert mixed.counts.unread_documents <= 500 - used <= mixed.counts.unread_documents + 1
+    for count in (20, 100, 300):  # at every point of the stream, not at its end alone
+        a, b = tokens_by_source(mixed.train[:count])
+        assert abs(a / 3 - b / 2) <= 40 / 2
     again = read(
         [Source(sources[0], 30.0), Source(sources[1], 20.0)], tokenizer, heldout_fraction=0.1
     )
@@ -344,23 +357,113 @@ def test_a_held_out_part_without_targets_is_refused(tmp_path, tokenizer):
         read(path, tokenizer, heldout_fraction=0.1)
 
 
-def test_no_more_is_tokenized_than_was_asked_for(tmp_path, tokenizer):
+def documents_of(corpus, split, start=None) -> list:
+    return [document for _, document in corpus.documents(split, start)]
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_no_more_is_tokenized_than_was_asked_for(tmp_path, tokenizer, weight):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i} " * 9} for i in range(2000)])
-    whole = read(path, tokenizer, heldout_fraction=0.1)
-    lengths = np.cumsum([len(document.tokens) for document in whole.train])
-    some = read_documents(
-        path, tokenizer=tokenizer, heldout_fraction=0.1, max_tokens=(int(lengths[400]), 1)
-    )
-    assert 401 <= len(some.train) <= 401 + 250 and len(some.heldout) <= 250
-    for part, full in ((some.train, whole.train), (some.heldout, whole.heldout)):
-        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(part, full, strict=False))
-    left = len(whole.train + whole.heldout) - len(some.train + some.heldout)
-    assert some.counts.untokenized_documents == left > 0
-    assert f"{left:,} documents not read further" in str(some.counts)
-    weighted = read_documents(
-        [Source(path, 1.0)], tokenizer=tokenizer, heldout_fraction=0.1, max_tokens=(1, 1)
-    )
-    assert len(weighted.train) == len(whole.train)
+    corpus = Corpus([Source(path, weight)], tokenizer=tokenizer, heldout_fraction=0.1)
+    some = list(itertools.islice(corpus.documents("train"), 400))
+    left = corpus.counts.unread_documents
+    assert corpus.counts.documents == 400 and left == 2000 - 400  # the held-out ones, too
+    assert f"{left:,} documents not read further" in str(corpus.counts)
+    assert 0 < corpus.share_read("train") < 0.5
+    whole = documents_of(corpus, "train")
+    assert corpus.share_read("train") == pytest.approx(1.0)
+    for (_, a), b in zip(some, whole, strict=False):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+@pytest.mark.parametrize("weights", [(None, None), (3.0, 2.0)])
+def test_a_stream_goes_on_after_what_was_taken_and_tokenizes_that_not_again(
+    tmp_path, tokenizer, monkeypatch, weights
+):
+    """Also where documents are dropped, and lose paragraphs to earlier ones."""
+    shared = "This paragraph of more than eighty characters stands in every third document, again."
+    texts = [f"{text}\n\n{shared if i % 3 else text}" for i, text in enumerate(PROSE)]
+    halves = (texts[:40] + texts[:3], texts[40:])
+    paths = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [{"text": text} for text in half])
+        for i, half in enumerate(halves)
+    ]
+    monkeypatch.setattr(corpus_module, "WINDOW", 2000)  # about 8 documents
+    monkeypatch.setattr(tokenizing, "BATCH", 4)
+    sources = [Source(path, weight) for path, weight in zip(paths, weights, strict=True)]
+    corpus = Corpus(sources, tokenizer=tokenizer, heldout_fraction=0.1)
+    whole = list(corpus.documents("train"))
+    assert corpus.counts.repeated_paragraphs and corpus.counts.emptied_documents
+    for count in range(0, len(whole), 5):
+        documents, tokens = [0] * corpus.streams, [0] * corpus.streams
+        for stream, document in whole[:count]:
+            documents[stream] += 1
+            tokens[stream] += len(document.tokens)
+        rest = list(corpus.documents("train", Taken(tuple(documents), tuple(tokens))))
+        assert len(rest) == len(whole) - count
+        assert corpus.counts.documents <= len(rest) + 2 * 4 * corpus.streams
+        for (stream, document), (expected_stream, expected) in zip(
+            rest, whole[count:], strict=True
+        ):
+            assert stream == expected_stream
+            np.testing.assert_array_equal(document.tokens, expected.tokens)
+
+
+def test_what_does_not_fit_the_window_comes_in_another_order_and_nothing_is_lost(
+    tmp_path, tokenizer, monkeypatch
+):
+    rows = [{"tokens": [1, i % 250, i // 250]} for i in range(1000)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+
+    def order(window: int) -> list:
+        monkeypatch.setattr(corpus_module, "WINDOW", window)
+        corpus = Corpus(path, tokenizer=tokenizer, heldout_fraction=0.0)
+        return [tuple(document.tokens.tolist()) for document in documents_of(corpus, "train")]
+
+    given = [tuple(row["tokens"]) for row in rows]
+    by_hash = sorted(given, key=lambda t: hashlib.sha256(np.array(t, "<i4").tobytes()).digest())
+    assert order(12_000) == by_hash  # 12 bytes each
+    near = order(1200)  # 100 documents
+    assert near != given and sorted(near) == sorted(given)
+    distance = np.array([abs(given.index(each) - at) for at, each in enumerate(near)])
+    assert 20 < distance.mean() < 300  # a window of 100 stays about 100 documents
+    assert order(1200) == near
+
+
+def test_sources_without_weights_are_read_side_by_side(tmp_path, tokenizer, monkeypatch):
+    """In proportion to their sizes, so that the first rows are of all of them."""
+    monkeypatch.setattr(corpus_module, "WINDOW", 0)
+    paths = [
+        write_jsonl(tmp_path / f"{which}.jsonl", [{"tokens": [which, i]} for i in range(count)])
+        for which, count in ((1, 200), (2, 50), (3, 0))
+    ]
+    corpus = Corpus([Source(p) for p in paths], tokenizer=tokenizer, heldout_fraction=0.0)
+    which = np.array([document.tokens[0] for document in documents_of(corpus, "train")])
+    assert len(which) == 250
+    for count in (25, 100, 200):
+        assert abs((which[:count] == 2).sum() - count / 5) <= 1
+
+
+def test_seen_paragraphs_are_a_set_until_they_are_full():
+    """Against Python's own set; keys that collide in the table, repetitions within a call."""
+    rng = np.random.default_rng(0)
+    seen, known = SeenParagraphs(1 << 16), set()
+    for _ in range(60):
+        keys = [int(k).to_bytes(8, "little") * 2 for k in rng.integers(1, 20_000, 500)]
+        keys += [bytes([1]) + bytes(7) + int(k).to_bytes(8, "little") for k in range(1, 30)]
+        found = seen.add(keys)
+        for key, is_new in zip(keys, found, strict=True):
+            assert is_new == (key not in known)
+            known.add(key)
+    assert not seen.is_full
+    copy = seen.copy()
+    assert copy.add([b"x" * 16]) == [True] and seen.add([b"x" * 16]) == [True]
+    small = SeenParagraphs(64)
+    first = [bytes([i + 1]) * 16 for i in range(200)]
+    assert small.add(first) == [True] * 200 and small.is_full
+    again = small.add(first)
+    assert 40 <= again.count(False) < 64  # those that it holds are found
+    assert small.add(first) == again
 
 
 def test_fingerprint_changes_with_all_that_matters_and_with_nothing_else(

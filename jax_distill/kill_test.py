@@ -140,22 +140,25 @@ def in_writer(when: str, name: str, call: int) -> Moment:
 
 def test_a_cache_killed_around_its_writes_ends_byte_identical(tmp_path):
     """Case 33: before a shard is written, between its arrays and its commit, after the commit, in
-    the last shard of a cache and between two caches."""
+    the last shard of a cache, between two caches, before and in between what finishes one."""
     log = tmp_path / "log"
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish(teacher_command(tmp_path, whole), log)
-    total, train = commits(whole), len(list(whole.glob("train/commits/[0-9]*.json")))
-    assert train > 15 and total > train + 1
+    total, first = commits(whole), len(list(whole.glob("heldout/commits/[0-9]*.json")))
+    assert 2 < first < total - 15
     command = teacher_command(tmp_path, killed)
     arrays = len(list((whole / "train").glob("*/zarr.json")))
     for moment, committed in (
         (in_writer("before", "Writer.write", 3), 2),
         (in_writer("before", "Writer._describe_file", 1), 2),
-        (in_writer("after", "Writer._describe_file", 4 * arrays), 5),
-        (in_writer("after", "Writer.write", 3), 8),
-        (in_writer("before", "Writer._describe_file", (train - 9) * arrays + 1), train - 1),
-        (in_writer("after", "Writer.write", 1), train),
-        (in_writer("before", "Writer._describe_file", 2 * arrays), train + 1),
+        (in_writer("before", "Writer._describe_file", (first - 3) * arrays + 2), first - 1),
+        (in_writer("after", "Writer.write", 1), first),
+        (in_writer("after", "Writer.write", 3), first + 3),
+        (in_writer("after", "Writer._describe_file", 4 * arrays), first + 6),
+        (in_writer("before", "Writer._describe_file", 2 * arrays), first + 7),
+        (in_writer("before", "Writer._describe_file", (total - first - 8) * arrays + 1), total - 1),
+        (in_writer("before", "Writer.finish", 1), total),
+        (in_writer("before", "Writer._write_head", 1), total),
     ):
         kill(command, log, at=moment)
         assert commits(killed) == committed, moment
@@ -176,7 +179,8 @@ def test_a_cache_killed_while_it_is_begun_ends_byte_identical(tmp_path):
         (in_writer("after", "Writer._open", 4), "*/zarr.json", "commits/[0-9]*"),
     ):
         kill(command, log, at=moment)
-        assert list(killed.glob(f"train/{there}")) and not list(killed.glob(f"train/{missing}"))
+        assert list(killed.glob(f"heldout/{there}"))
+        assert not list(killed.glob(f"heldout/{missing}"))
     finish(command, log)
     assert folder_bytes(killed) == folder_bytes(whole)
 
@@ -207,8 +211,8 @@ def test_a_full_disk_ends_the_writer_and_leaves_what_is_committed_good(tmp_path,
     assert process.wait() == 1
     said = log.read_text()
     assert "failed: expected to write the cache" in said and "Traceback" not in said
-    cache = Cache.open(str(folder / "train"))
-    assert len(cache.commits) == 2 < cache.shards
+    cache = Cache.open(str(folder / "heldout"))
+    assert len(cache.commits) == 2 and not cache.complete
     bad = [problem for problem in audit.verify(cache) if "is not committed" not in problem]
     assert bad == []
     cache.read([0])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_distill.data import Document
-from jax_distill.packing import Rows, pack, tokens_needed
+from jax_distill.packing import BLOCK, Rows, pack, packed, pieces_of
 
 
 def document(length: int, first: int = 1, targets=None) -> Document:
@@ -152,20 +152,22 @@ def test_rows_beyond_max_rows_are_cut_and_counted(packing):
 @given(
     lengths=st.lists(st.integers(0, 40), max_size=400),
     sequence_length=st.integers(2, 12),
-    max_rows=st.integers(1, 30),
     packing=st.booleans(),
 )
-def test_the_tokens_that_are_needed_decide_the_first_rows(
-    lengths, sequence_length, max_rows, packing
-):
+def test_packing_begins_again_where_a_block_ends(lengths, sequence_length, packing):
+    """The rows that follow a block are those of the pieces that follow its own."""
     documents = [document(n, 1000 * i) for i, n in enumerate(lengths)]
-    total = np.cumsum(lengths)
-    needed = tokens_needed(max_rows, sequence_length)
-    count = int(np.searchsorted(total, needed)) + 1
-    options = {"sequence_length": sequence_length, "packing": packing, "max_rows": max_rows}
-    whole, some = pack(documents, **options), pack(documents[:count], **options)
-    assert all(np.array_equal(some.arrays[n], whole.arrays[n]) for n in whole.arrays)
-    assert tokens_needed(None, 5) is None
+    pieces = list(pieces_of(documents, sequence_length))
+    blocks = list(packed(pieces, sequence_length, packing=packing))
+    assert sum(block.pieces for block in blocks) == len(pieces)
+    assert all(len(block.arrays["tokens"]) == BLOCK for block in blocks[:-1])
+    done = 0
+    for number, block in enumerate(blocks):
+        rest = list(packed(pieces[done:], sequence_length, packing=packing))
+        assert len(rest) == len(blocks) - number
+        for name, array in block.arrays.items():
+            np.testing.assert_array_equal(rest[0].arrays[name], array)
+        done += block.pieces
 
 
 @pytest.mark.parametrize("packing", [True, False])

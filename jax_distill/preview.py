@@ -16,7 +16,7 @@ from jax_distill.base.command import CommandLine, above_zero, run_command
 from jax_distill.base.console import console, say
 from jax_distill.base.errors import UserError
 from jax_distill.config import Config, load
-from jax_distill.packing import Rows, pack, tokens_needed
+from jax_distill.packing import Rows, pack
 from jax_distill.teacher import data_path, find_teacher, tokenizer_folder
 
 SHOWN = 2000  # characters of a row
@@ -34,18 +34,17 @@ def first_rows(config: Config, count: int) -> tuple[data.Tokenizer, Rows]:
         raise UserError(found.problem)
     tokenizer = data.Tokenizer.load(tokenizer_folder(config, found and found.folder))
     text = config.data
-    corpus = data.read_documents(
+    corpus = data.Corpus(
         data_path(config),
         format=text.format,
         tokenizer=tokenizer,
         heldout_fraction=text.heldout_fraction,
-        max_tokens=(tokens_needed(count, text.sequence_length), 0),
     )
-    say(f"text: {corpus.counts}")
     options = {name: getattr(text, name) for name in ("packing", "separate_documents")}
-    return tokenizer, pack(
-        corpus.train, sequence_length=text.sequence_length, max_rows=count, **options
-    )
+    documents = (document for _, document in corpus.documents("train"))
+    rows = pack(documents, sequence_length=text.sequence_length, max_rows=count, **options)
+    say(f"text: {corpus.counts}")
+    return tokenizer, rows
 
 
 def runs(segments: np.ndarray, learned: np.ndarray) -> Iterator[tuple[slice, int, bool]]:

@@ -1,13 +1,15 @@
 """Several processes' agreement: what it is in a single one, and who does what. Real ones:
 several_processes_test.py."""
 
+import numpy as np
 import pytest
 
 from jax_distill import processes
 from jax_distill.base.console import console
 from jax_distill.base.errors import UserError
 from jax_distill.sharding import RowShare, share_of
-from jax_distill.teacher.writing import own_work
+from jax_distill.teacher.rows import KnownRows
+from jax_distill.teacher.writing import Work
 
 
 def test_one_process_is_the_first_and_talks_and_waits_for_nobody():
@@ -46,10 +48,24 @@ def test_processes_share_rows_by_their_devices():
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_missing_shards_are_shared_out_and_all_run_as_many_batches(parts):
-    missing = [(0, 0, 9), (2, 20, 29), (3, 30, 39), (5, 50, 59), (6, 60, 62)]
+    """Of 63 rows in shards of 10, two of which are there."""
+    arrays = {"tokens": np.arange(63 * 2, dtype=np.int32).reshape(63, 2)}
+    committed = {1, 4}
     shares = [RowShare(number, parts, True) for number in range(parts)]
-    found = [own_work(missing, share, 4, rows=63) for share in shares]
-    own = [shard for work, _ in found for shard in work if shard[0] >= 0]
-    assert sorted(own) == missing
-    for work, total in found:
-        assert total == sum(-(-(last + 1 - first) // 4) for _, first, last in work)
+    every = [
+        Work(KnownRows.of(arrays, 10), committed, share, shard_rows=10, batch_size=4)
+        for share in shares
+    ]
+    found = [list(work.own_shards()) for work in every]
+    own = [shard for turns in found for shard, _ in turns if shard is not None]
+    assert sorted(shard.number for shard in own) == [0, 2, 3, 5, 6]
+    for shard in own:
+        first = 10 * shard.number
+        assert shard.first_row == first
+        np.testing.assert_array_equal(shard.arrays["tokens"], arrays["tokens"][first : first + 10])
+    batches = [[count for _, count in turns] for turns in found]
+    assert all(each == batches[0] for each in batches)
+    for turns in found:
+        assert all(shard is None or shard.rows <= 4 * count for shard, count in turns)
+    for work in every:
+        assert sum(batches[0]) - 1 <= work.expected_batches <= sum(batches[0])

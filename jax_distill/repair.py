@@ -11,7 +11,7 @@ from jax_distill.base.errors import RunError, UserError
 from jax_distill.batch import ROW_ARRAYS
 from jax_distill.cache import Cache, commit_key, teacher_fingerprint
 from jax_distill.config import Config, TeacherConfig
-from jax_distill.teacher import find_teacher, load_teacher, write_cache
+from jax_distill.teacher import KnownRows, Shard, find_teacher, load_teacher, write_cache
 
 
 def damaged_shards(cache: Cache) -> Collection[int]:
@@ -58,7 +58,7 @@ def repair(cache: Cache, teacher: str) -> Cache:
             f"expected the teacher that the cache at {cache.path} was made with, got {teacher}, "
             "which is another by its fingerprint; name that one"
         )
-    rows = cache.stored_arrays(np.arange(cache.rows), ROW_ARRAYS)
+    rows = KnownRows(cache.rows, [_rows_of(cache, shard) for shard in sorted(shards)])
     mesh = sharding.make_mesh(data=-1, fsdp=1)
     is_bf16 = manifest.teacher_dtype == "bfloat16"
     config = Config(teacher=TeacherConfig(dtype="bfloat16" if is_bf16 else "float32"))
@@ -74,3 +74,11 @@ def repair(cache: Cache, teacher: str) -> Cache:
         batch_size=sharding.row_shards(mesh),
         chunk_size=config.loss.chunk_size,
     )
+
+
+def _rows_of(cache: Cache, number: int) -> Shard:
+    """A shard's rows, before its files are deleted."""
+    commit = cache.commits[number]
+    rows = np.arange(commit.first_row, commit.last_row + 1)
+    arrays = cache.stored_arrays(rows, ROW_ARRAYS)
+    return Shard(number, commit.first_row, arrays, commit.resume)

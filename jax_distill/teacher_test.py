@@ -82,7 +82,8 @@ def manifest(length: int, **fields) -> Manifest:
 
 def write(path: Path, rows, model, wanted: Manifest, **options) -> Cache:
     options = {"batch_size": 8, "chunk_size": 16, "mesh": mesh()} | options
-    return teacher.write_cache(str(path), wanted, rows, model=model, **options)
+    source = teacher.KnownRows.of(rows, wanted.shard_rows)
+    return teacher.write_cache(str(path), wanted, source, model=model, **options)
 
 
 def folder_bytes(path: Path) -> dict[str, bytes]:

@@ -74,7 +74,7 @@ def caches(folder, rows, tmp_path_factory):
     by_jax = teacher.write_cache(
         str(path / "jax"),
         manifest,
-        rows,
+        teacher.KnownRows.of(rows, manifest.shard_rows),
         model=model,
         mesh=mesh,
         batch_size=8,

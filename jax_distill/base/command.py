@@ -43,6 +43,14 @@ def positive_numbers(text: str) -> list[int]:
     return [above_zero(part) for part in text.split(",")]
 
 
+def positive_decimals(text: str) -> list[float]:
+    """`0.01,1` → [0.01, 1.0], as argparse's `type`."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", part) and float(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, got {text[:40]!r}")
+    return [float(part) for part in parts]
+
+
 def _interrupt(number: int, _: Any) -> None:
     raise KeyboardInterrupt(number)
 

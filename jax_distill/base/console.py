@@ -78,6 +78,12 @@ class StepProgress:
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task(what, total=total, completed=done, note="")
 
+    def expect(self, total: int) -> int:
+        """So many steps it will be, as far as is known now."""
+        self._total = total
+        self._bar.update(self._task, total=total)
+        return total
+
     def update(self, step: int, loss: float | None) -> None:
         """`step` steps are done; `loss` is the latest one known."""
         now = time.monotonic()

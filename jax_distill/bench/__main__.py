@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 from jax_distill.base.command import run_command
 from jax_distill.base.errors import UserError
-from jax_distill.bench import cache, gpu_check, head, peers, step
+from jax_distill.bench import cache, gpu_check, head, peers, rows, step
 
 BENCHMARKS = {
     "cache": cache.main,
     "head": head.main,
     "peers": peers.main,
+    "rows": rows.main,
     "gpu_check": gpu_check.main,
     "step": step.main,
 }

@@ -14,7 +14,14 @@ N rows, B rows of a batch, T positions of a row, K stored tokens, S temperatures
 """
 
 from jax_distill.cache.arrays import metadata_key, shard_file
-from jax_distill.cache.documents import Commit, Head, commit_key, head_key, read_manifest
+from jax_distill.cache.documents import (
+    Commit,
+    Head,
+    commit_key,
+    head_key,
+    read_manifest,
+    resume_point,
+)
 from jax_distill.cache.draws import row_uniforms
 from jax_distill.cache.fingerprint import teacher_fingerprint, vocabulary_fingerprint
 from jax_distill.cache.heldout import (
@@ -47,6 +54,7 @@ __all__ = [
     "metadata_key",
     "read_manifest",
     "refuse_other_cache",
+    "resume_point",
     "row_uniforms",
     "shard_file",
     "table_of",

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from jax_distill.cache.documents import OPEN_ROWS
 from jax_distill.cache.location import Location
 from jax_distill.cache.manifest import Manifest
 
@@ -12,10 +13,16 @@ LEVEL = 5  # of zstd, 1 to 9; docs/CACHE.md, "Size", has what each costs
 
 
 def open_array(
-    location: Location, name: str, manifest: Manifest, *, rows: int, level: int | None = None
+    location: Location,
+    name: str,
+    manifest: Manifest,
+    *,
+    rows: int | None,
+    level: int | None = None,
 ) -> ts.TensorStore:
-    """The array `name` of N `rows`; made where it is not there, if `level` says how to compress it.
-    An array that is there keeps its level.
+    """The array `name` of N `rows`, or of as many as come (None: it is made for OPEN_ROWS); made
+    where it is not there, if `level` says how to compress it. An array that is there keeps its
+    level.
 
     Raises:
         ValueError: its zarr.json says anything else than the manifest does: shape, dtype, chunks,
@@ -41,13 +48,17 @@ def open_array(
         "fill_missing_data_reads": False,  # a missing shard is an error, never zeros
         "store_data_equal_to_fill_value": True,  # else a shard of zeros would look missing
         "metadata": {
-            "shape": [rows, *shape],
+            "shape": [OPEN_ROWS if rows is None else rows, *shape],
             "data_type": dtype,
             "fill_value": 0,
             "chunk_grid": {"name": "regular", "configuration": grid},
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         },
     }
+    if create and rows is None and "clevel" not in settings:
+        del spec["metadata"]["shape"]  # as it began, or as a writer that was killed has left it
+        array = ts.open(spec, open=True).result()
+        return array.resize(exclusive_max=[OPEN_ROWS, *shape], resize_metadata_only=True).result()
     if create:
         return ts.open(spec, open=True, create=True).result()
     return ts.open(spec, open=True, read=True).result()

@@ -1,6 +1,7 @@
 """The JSON files of a cache beside its manifest: commits and heads, checked where they enter."""
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -12,6 +13,8 @@ from jax_distill.cache.location import Location, sha256_hex
 from jax_distill.cache.manifest import Manifest, digest, parse_object, whole_number
 
 MANIFEST = "manifest.json"
+OPEN_ROWS = 1 << 40
+"""As many rows as its arrays are made for while a cache's N is not known."""
 # Whatever bytes do: not JSON, other types, missing names, deep nesting, huge numbers.
 JSON_ERRORS = (
     *(ValueError, TypeError, KeyError, AttributeError),
@@ -52,6 +55,8 @@ class Commit:
         smallest_token, largest_token: of every id in `tokens`, padding included.
         clamped_gaps: entries stored at float16's largest gap.
         files: array → size and sha256 of the shard's file in it.
+        resume: where its writer can begin to make the rows that come after, in the writer's words;
+            None where it needs no such thing. Not in the file then.
     """
 
     shard: int
@@ -63,25 +68,30 @@ class Commit:
     largest_token: int
     clamped_gaps: int
     files: dict[str, dict[str, Any]]
+    resume: dict[str, Any] | None = None
 
     @classmethod
-    def parse(cls, content: bytes, *, key: str, manifest: Manifest, rows: int) -> Self:
-        """Raises one of JSON_ERRORS where it is not the commit `key` of such a cache."""
+    def parse(cls, content: bytes, *, key: str, manifest: Manifest, rows: int | None) -> Self:
+        """Raises one of JSON_ERRORS where it is not the commit `key` of such a cache of N `rows`
+        (None: not known)."""
         commit = cls(**_without_sha256(parse_object(content)))
         size, top_k = manifest.shard_rows, manifest.top_k
-        shard = whole_number("shard", commit.shard, 0, (rows - 1) // size)
+        most = OPEN_ROWS if rows is None else rows
+        shard = whole_number("shard", commit.shard, 0, (most - 1) // size)
         if key != commit_key(shard):
             raise ValueError(f"expected the commit of {key}, got that of shard {shard}")
         first = shard * size
-        last = min(first + size, rows) - 1
+        last = min(first + size, most) - 1
         whole_number("first_row", commit.first_row, first, first)
-        whole_number("last_row", commit.last_row, last, last)
+        last = whole_number("last_row", commit.last_row, first if rows is None else last, last)
         positions = (last - first + 1) * manifest.sequence_length
         whole_number("tokens", commit.tokens, 0, positions)
         whole_number("targets", commit.targets, 0, positions)
         largest = whole_number("largest_token", commit.largest_token, 0, manifest.vocab_size - 1)
         whole_number("smallest_token", commit.smallest_token, 0, largest)
         whole_number("clamped_gaps", commit.clamped_gaps, 0, positions * top_k)
+        if commit.resume is not None and type(commit.resume) is not dict:
+            raise TypeError(f"resume: expected a JSON object, got {commit.resume!r}")
         if commit.files.keys() != manifest.array_shapes().keys():
             raise ValueError(f"files: expected {sorted(manifest.array_shapes())}")
         for name, file in commit.files.items():
@@ -93,7 +103,10 @@ class Commit:
 
     def to_json(self) -> bytes:
         """The file's content, its own sha256 among it."""
-        return _with_sha256(asdict(self))
+        values = asdict(self)
+        if self.resume is None:
+            del values["resume"]
+        return _with_sha256(values)
 
 
 def _with_sha256(values: dict[str, Any]) -> bytes:
@@ -120,7 +133,7 @@ class Head:
     """The state of a cache as a whole. The last whole head counts; older ones are history.
 
     Attributes:
-        rows: N.
+        rows: N; 0 while it is not known.
         finished: whether every shard is committed; the counts are of those in `metadata`.
         metadata: key → sha256 of the manifest, each array's zarr.json and, once finished, each
             commit.
@@ -158,7 +171,7 @@ class Head:
         head = cls(**_without_sha256(parse_object(content)))
         if type(head.finished) is not bool:
             raise TypeError(f"finished: expected true or false, got {head.finished!r}")
-        whole_number("rows", head.rows, 1, 1 << 62)
+        whole_number("rows", head.rows, int(head.finished), OPEN_ROWS)
         for each in fields(cls):
             if each.name not in ("rows", "finished", "metadata"):
                 whole_number(each.name, getattr(head, each.name), 0, 1 << 62)
@@ -222,8 +235,11 @@ class Commits(NamedTuple):
     damaged: dict[str, str]
 
 
-def read_commits(location: Location, manifest: Manifest, rows: int, head: Head | None) -> Commits:
-    """Every commit of a cache of N `rows`; one that the head names by another sha256 is damaged."""
+def read_commits(
+    location: Location, manifest: Manifest, rows: int | None, head: Head | None
+) -> Commits:
+    """Every commit of a cache of N `rows` (None: not known); one that the head names by another
+    sha256 is damaged."""
     found = Commits({}, {}, {})
     for key in location.keys("commits"):
         if "/head-" in key or not key.endswith(".json"):
@@ -239,3 +255,15 @@ def read_commits(location: Location, manifest: Manifest, rows: int, head: Head |
         found.whole[commit.shard] = commit
         found.sha256[key] = sha256_hex(content)
     return found
+
+
+def resume_point(path: str) -> dict[str, Any] | None:
+    """What the commit before the first shard that the cache at `path` lacks says of where the rows
+    after it can be made from; None: from the beginning. Raises as `read_state`."""
+    state = read_state(Location(path))
+    if state is None:
+        return None
+    known = state.head.rows or None if state.head else None
+    commits = read_commits(Location(path), state.manifest, known, state.head).whole
+    first = next(number for number in itertools.count() if number not in commits)
+    return commits[first - 1].resume if first else None

@@ -44,7 +44,7 @@ class Cache:
         location: the same, for whoever reads files of it.
         manifest: what it is.
         head: its state as a whole.
-        rows: N, committed or not.
+        rows: N, committed or not; while it is not known, up to the last that is committed.
         commits: shard -> its commit (row range, sha256 and size of its files, tokens, targets).
     """
 
@@ -65,9 +65,12 @@ class Cache:
                 f"{state.damaged or 'its writer was stopped before it had begun'}; "
                 f"{self._what_to_do()}"
             )
-        self.head, self.rows, self._damaged_head = state.head, state.head.rows, state.damaged
+        self.head, self._damaged_head = state.head, state.damaged
         self._head_key = head_key(state.number)
-        self._commits: Commits = read_commits(location, manifest, self.rows, self.head)
+        known = state.head.rows or None
+        self._commits: Commits = read_commits(location, manifest, known, self.head)
+        committed = self._commits.whole.values()
+        self.rows = known or max((commit.last_row + 1 for commit in committed), default=0)
         self._arrays = {name: self._open(name) for name in manifest.array_shapes()}
 
     @classmethod
@@ -84,7 +87,7 @@ class Cache:
 
     def _open(self, name: str) -> ts.TensorStore:
         try:
-            return open_array(self.location, name, self.manifest, rows=self.rows)
+            return open_array(self.location, name, self.manifest, rows=self.head.rows or None)
         except ValueError as error:
             key = metadata_key(name)
             found = "that does not fit the manifest" if self.location.size(key) else "nothing there"
@@ -109,6 +112,11 @@ class Cache:
     @property
     def shards(self) -> int:
         return -(-self.rows // self.manifest.shard_rows)
+
+    @property
+    def shard_count(self) -> str:
+        """How many shards there will be, for messages."""
+        return f"{self.shards}" if self.head.rows else "not yet counted"
 
     @property
     def complete(self) -> bool:
@@ -170,7 +178,7 @@ class Cache:
             )
             raise UserError(
                 f"expected a finished cache at {self.path}, got {len(self.commits)} of its "
-                f"{self.shards} shards{damaged and f' ({damaged})'}; {self._what_to_do()}"
+                f"{self.shard_count} shards{damaged and f' ({damaged})'}; {self._what_to_do()}"
             )
         for key, problem in self.metadata_problems().items():
             raise RunError(

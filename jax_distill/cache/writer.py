@@ -33,23 +33,26 @@ class Writer:
     """Writes whole shards of one cache. Made by `create`; a `with` block releases the lock.
 
     The last shard's commit also writes the head that says `finished`; where several processes
-    write, `finish` does. Without a lock this is one of the others of them.
+    write, or how many rows come is not known, `finish` does. Without a lock this is one of the
+    others of them.
     """
 
     def __init__(
         self,
         location: Location,
         manifest: Manifest,
-        rows: int,
+        rows: int | None,
         lock: Lock | None,
         level: int = LEVEL,
     ):
-        self.path, self.manifest, self.rows = str(location), manifest, rows
-        self._location, self._lock = location, lock
-        self._arrays = {name: self._open(name, level) for name in manifest.array_shapes()}
         state = read_state(location)
         assert state is not None  # `create` has just put it there
         self._head, self._number = state.head, state.number
+        if rows is None and state.head is not None:
+            rows = state.head.rows or None
+        self.path, self.manifest, self.rows = str(location), manifest, rows
+        self._location, self._lock = location, lock
+        self._arrays = {name: self._open(name, level) for name in manifest.array_shapes()}
         self._commits = read_commits(location, manifest, rows, state.head)
         for key, problem in self._commits.damaged.items():
             say(f"{location}: {key} is damaged ({problem}): its shard is written again")
@@ -57,7 +60,7 @@ class Writer:
             return
         self._remove_leftovers()
         if self._head is None:
-            self._write_head(Head.of(rows, self._metadata(), {}, finished=False))
+            self._write_head(Head.of(rows or 0, self._metadata(), {}, finished=False))
         self._finish()
 
     def _open(self, name: str, level: int) -> ts.TensorStore:
@@ -85,12 +88,27 @@ class Writer:
 
     def _finish(self) -> None:
         """Write the finished head, where every shard is committed and it is not there."""
-        if self._lock is not None and not self.missing_shards():
+        if self._lock is not None and self.rows is not None and not self.missing_shards():
             metadata = self._metadata() | self._commits.sha256
             self._write_head(Head.of(self.rows, metadata, self._commits.whole, finished=True))
 
-    def finish(self) -> None:
-        """Count what other processes have committed, once they are done."""
+    def finish(self, rows: int) -> None:
+        """Count what all processes have committed, once they are done, and that these are N `rows`
+        in all.
+
+        Raises:
+            UserError: another number than when the cache was finished before.
+            RunError: the disk does not take it.
+        """
+        _check_rows(self._location, self.rows, rows)
+        if self.rows is None:
+            self.rows = rows
+            with self._location.writing():
+                for name, array in self._arrays.items():
+                    whole = [rows, *array.shape[1:]]
+                    self._arrays[name] = array.resize(
+                        exclusive_max=whole, resize_metadata_only=True
+                    ).result()
         self._commits = read_commits(self._location, self.manifest, self.rows, self._head)
         self._finish()
 
@@ -104,15 +122,22 @@ class Writer:
                 if key not in keep:
                     self._location.delete(key)
 
+    def committed(self) -> list[int]:
+        """The numbers of the shards that are there."""
+        return sorted(self._commits.whole)
+
     def missing_shards(self) -> list[tuple[int, int, int]]:
         """(shard, its first row, its last row) of each shard without a commit; both inclusive."""
+        assert self.rows is not None, "how many rows come is not known"
         size = self.manifest.shard_rows
         shards = range(-(-self.rows // size))
         every = [(shard, shard * size, min((shard + 1) * size, self.rows) - 1) for shard in shards]
         return [each for each in every if each[0] not in self._commits.whole]
 
-    def write(self, shard: int, arrays: dict[str, np.ndarray]) -> Commit:
-        """Write a shard's rows to every array, flush, then commit it.
+    def write(
+        self, shard: int, arrays: dict[str, np.ndarray], resume: dict[str, Any] | None = None
+    ) -> Commit:
+        """Write a shard's rows to every array, flush, then commit it, `resume` in the commit.
 
         Raises:
             RunError: the disk does not take it, or clamped gaps would change the distribution; the
@@ -120,8 +145,11 @@ class Writer:
             ValueError: arrays that are not this cache's.
         """
         first = shard * self.manifest.shard_rows
-        last = min(first + self.manifest.shard_rows, self.rows) - 1
-        self._check(arrays, last - first + 1)
+        count = len(arrays["tokens"])
+        if self.rows is not None:
+            count = min(self.manifest.shard_rows, self.rows - first)
+        last = first + count - 1
+        self._check(arrays, count)
         clamped = self._count_clamped(arrays, first) if self.manifest.top_k else 0
         with self._location.writing():
             writes = [
@@ -139,6 +167,7 @@ class Writer:
                 largest_token=int(arrays["tokens"].max()),
                 clamped_gaps=clamped,
                 files={name: self._describe_file(name, shard) for name in self._arrays},
+                resume=resume,
             )
             content = commit.to_json()
             self._location.write(commit_key(shard), content)
@@ -217,10 +246,11 @@ class Writer:
 
 
 def create(
-    path: str, manifest: Manifest, rows: int, *, level: int = LEVEL, is_first: bool = True
+    path: str, manifest: Manifest, rows: int | None, *, level: int = LEVEL, is_first: bool = True
 ) -> Writer:
     """Start a cache of `rows` rows at `path`, or resume the one that an earlier run left there.
 
+    rows: None where that is known only once the last has come; see `Writer.finish`.
     level: of zstd, for a cache that is not there yet; one that is keeps its own.
     is_first: of several processes that write shards of their own the first one, which has the lock;
         the others call this once it has returned there.
@@ -243,7 +273,7 @@ def create(
             f"expected temperatures above 0, got {list(manifest.temperatures)}; set "
             "cache.temperatures"
         )
-    if rows < 1 or manifest.shard_rows < 1:
+    if manifest.shard_rows < 1 or (rows is not None and rows < 1):
         raise UserError(
             f"expected rows to cache, got {rows} in shards of {manifest.shard_rows}; add data"
         )
@@ -261,15 +291,19 @@ def create(
             raise
 
 
-def _claim(location: Location, manifest: Manifest, rows: int) -> None:
+def _claim(location: Location, manifest: Manifest, rows: int | None) -> None:
     """Put the manifest where there is none; else it and the row count must be the same."""
     state = read_state(location)
     if state is None:
         location.write(MANIFEST, manifest.to_json())
         return
     refuse_other_cache(str(location), state.manifest, manifest)
-    if state.head and state.head.rows != rows:
+    _check_rows(location, state.head.rows if state.head else None, rows)
+
+
+def _check_rows(location: Location, stored: int | None, rows: int | None) -> None:
+    if stored and rows and stored != rows:
         raise UserError(
-            f"expected {state.head.rows} rows as in the cache at {location}, got {rows}; choose "
+            f"expected {stored} rows as in the cache at {location}, got {rows}; choose "
             "another cache.path"
         )

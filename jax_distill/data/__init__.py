@@ -1,15 +1,19 @@
 """Readers: text, JSONL, chat, tokens → token documents; and which rows a step sees."""
 
 from jax_distill.data.context import check_context, segments_beyond
-from jax_distill.data.corpus import fingerprint, read_documents, read_texts
-from jax_distill.data.document import Corpus, Counts, Document
+from jax_distill.data.corpus import Corpus, Split, Taken, read_documents, read_texts
+from jax_distill.data.document import Counts, Document, Documents
 from jax_distill.data.order import reader_options, row_indices
+from jax_distill.data.sources import fingerprint
 from jax_distill.data.tokenizer import Tokenizer, train_tokenizer, vocabulary_of
 
 __all__ = [
     "Corpus",
     "Counts",
     "Document",
+    "Documents",
+    "Split",
+    "Taken",
     "Tokenizer",
     "check_context",
     "fingerprint",

@@ -5,10 +5,12 @@ the order is the same on every machine that has the same versions. About 11 MB i
 """
 
 import ast
+import functools
 import importlib.util
 import inspect
 import platform
 import re
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -36,6 +38,7 @@ _STRINGS = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=1)
 def read_builtin(path: str) -> list[Raw]:
     """The documents behind `builtin:english` or `builtin:pydoc_topics`.
 
@@ -63,16 +66,18 @@ def builtin_versions() -> str:
     return " ".join([f"python {platform.python_version()}", *packages])
 
 
-def gather(pieces: list[str], characters: int) -> list[str]:
+def gather(pieces: Iterable[str], characters: int) -> Iterator[str]:
     """Joins pieces with an empty line to texts of at least `characters`; the last may be less."""
-    texts, current, length = [], [], 0
+    current: list[str] = []
+    length = 0
     for piece in pieces:
         current.append(piece)
         length += len(piece)
         if length >= characters:
-            texts.append("\n\n".join(current))
+            yield "\n\n".join(current)
             current, length = [], 0
-    return texts + ["\n\n".join(current)] if current else texts
+    if current:
+        yield "\n\n".join(current)
 
 
 def _package_folder(name: str) -> Path:

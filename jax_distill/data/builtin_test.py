@@ -3,14 +3,14 @@
 import numpy as np
 
 from jax_distill.data import read_texts
-from jax_distill.data.builtin import _triple_quoted, gather
+from jax_distill.data.builtin import _triple_quoted, gather, read_builtin
 from jax_distill.data_test import read, tokenizer
 
 __all__ = ["tokenizer"]
 
 
 def test_builtin_english_is_prose_and_the_same_every_time():
-    first = read_texts("builtin:english", heldout_fraction=0.02)
+    first = list(read_texts("builtin:english", heldout_fraction=0.02))
     characters = sum(map(len, first))
     assert 7e6 < characters < 20e6 and len(first) > 1500
     paragraphs = ["".join(p.split()) for text in first[:300] for p in text.split("\n\n")]
@@ -21,7 +21,9 @@ def test_builtin_english_is_prose_and_the_same_every_time():
 
 
 def test_builtin_topics_are_read_the_same_twice(tokenizer):
-    one, two = (read("builtin:pydoc_topics", tokenizer, heldout_fraction=0.05) for _ in range(2))
+    one = read("builtin:pydoc_topics", tokenizer, heldout_fraction=0.05)
+    read_builtin.cache_clear()
+    two = read("builtin:pydoc_topics", tokenizer, heldout_fraction=0.05)
     assert 50 < len(one.train) and 1 <= len(one.heldout) < 30
     assert all(
         np.array_equal(a.tokens, b.tokens) for a, b in zip(one.train, two.train, strict=True)
@@ -44,4 +46,4 @@ def f():
 def test_gather_keeps_every_piece_in_order():
     pieces = [str(i) * (i % 7) for i in range(50)]
     assert "\n\n".join(gather(pieces, 20)).split("\n\n") == pieces
-    assert gather([], 20) == []
+    assert list(gather([], 20)) == []

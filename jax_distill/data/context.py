@@ -12,7 +12,7 @@ def segments_beyond(segment_ids: np.ndarray, positions: np.ndarray, length: int)
     return int(np.count_nonzero((positions == length) & (segment_ids > 0)))
 
 
-def check_context(count: int, limit: int, model: str, *, refuse: bool) -> None:
+def check_context(count: int, limit: int, model: str, *, refuse: bool = False) -> None:
     """Say that `count` segments go beyond `limit`, the max_position_embeddings of the `model`
     (teacher or student).
 

@@ -62,10 +62,9 @@ class Counts:
     emptied_documents: int = 0
     empty_documents: int = 0
     untargeted_documents: int = 0
-    left_out_documents: int = 0
-    left_out_tokens: int = 0
     dropped_bos: int = 0
-    untokenized_documents: int = 0
+    unread_documents: int = 0
+    full_filters: int = 0
     named: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -88,16 +87,15 @@ LOST = {
     "emptied_documents": "documents empty after that",
     "empty_documents": "documents empty as read",
     "untargeted_documents": "documents with nothing to predict",
-    "left_out_documents": "documents left out by weight",
-    "left_out_tokens": "tokens in them",
     "dropped_bos": "doubled BOS dropped",
-    "untokenized_documents": "documents not read further: max_rows has enough",
+    "unread_documents": "documents not read further: max_rows or a weight has enough",
+    "full_filters": "filters of paragraphs full: later repetitions may stay",
 }
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Token documents, split. Each part is in the order of the documents' content hashes.
+class Documents:
+    """Token documents, split, each part in the order of its stream (`data.Corpus`).
 
     Attributes:
         train, heldout: lists of Document.

@@ -1,20 +1,24 @@
-"""Files to raw documents: text, JSONL (text, chat, tokens), token arrays, hub data sets.
+"""Files to raw documents, one after the other: text, JSONL, Parquet and Arrow (text, chat, tokens),
+token arrays, hub data sets.
 
 | format | what is a document |
 |---|---|
-| text | a folder: each file in it; one file: runs of paragraphs of about 20,000 characters |
-| jsonl | each line's `text` |
+| text | a folder: each file in it; one file, or one of more than 16 million characters: runs of \
+paragraphs of about 20,000 characters |
+| jsonl | the `text` of each line (of a table: row) |
 | chat | each line's `messages` ({role, content}) or `conversations` ({from, value}) |
 | tokens | each line's `tokens` (beside them, if given, `targets`: 0 or 1 each) |
 | tokens, .npy | a row of a 2-D array; a run of a 1-D array up to and including EOS |
 | hub | each row of the data set's `messages`, `conversations`, `text` or `tokens` column |
 
-Text is UTF-8, a leading BOM and CRLF line ends are taken away. Empty lines of JSONL are skipped.
+Text and JSONL may be compressed (.gz, .zst). Text is UTF-8, a leading BOM and CRLF line ends are
+taken away. Empty lines of JSONL are skipped. What is read of a file at once is bounded.
 
 Of a folder, the files are read whose suffix is that of data, hidden ones, README and the like, and
 the files of a test or validation split aside, as in a cloned data set; see `source_files`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -31,48 +35,62 @@ from jax_distill.data import conversation
 from jax_distill.data.builtin import gather, read_builtin
 from jax_distill.data.conversation import messages_of
 from jax_distill.data.document import Raw
+from jax_distill.data.files import COMPRESSED, data_suffix, numbered_lines, paragraphs
+from jax_distill.data.tables import SUFFIXES as _TABLES
+from jax_distill.data.tables import files_of_data_sets, table_rows
 
 _BLOCK_CHARACTERS = 20_000
+_WHOLE_CHARACTERS = 1 << 24  # a file of a folder is one document up to here
+_TOKENS = 1 << 22  # of a 1-D array, looked at together
 _KEYS = {"chat": conversation.KEYS, "jsonl": ("text",), "tokens": ("tokens",)}
 
 
-def read_raw(path: str, *, format: str, eos_id: int | None = None) -> list[Raw]:
+def read_raw(path: str, *, format: str, eos_id: int | None = None) -> Iterator[Raw]:
     """The documents of one source, in the order of the files' names and of their lines.
 
     Args:
         path: file, folder (its data files, recursively), `builtin:…` or, with format hub,
             `owner/name`, `owner/name:config` or `owner/name:config:split` (default: train; slices
             such as `train[:1%]` are the hub's own).
-        format: as `data.format`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson and .json go
-            by the keys of their first line; anything else is text.
+        format: as `data.format`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson, .json,
+            .parquet and .arrow go by the keys of their first line or row; anything else is text.
         eos_id: ends the documents of a 1-D token array.
 
     Raises:
         UserError: nothing there, or a line that is not what the format says.
     """
     if path.startswith("builtin:"):
-        return read_builtin(path)
-    if format == "hub":
-        return list(_hub(path))
-    raws: list[Raw] = []
-    is_folder = Path(find_path(path)).is_dir()
-    files = source_files(path, format=format)
-    if is_folder:
-        say(_which_files(Path(find_path(path)), files))
-    for file in files:
-        kind = _detect(file) if format == "auto" else format
-        if kind == "tokens" and file.suffix.lower() == ".npy":
-            raws += _token_array(file, eos_id)
-        elif kind == "text":
-            raws += _text(file, whole=is_folder)
-        else:
-            raws += _lines(file, kind)
-    return raws
+        yield from read_builtin(path)
+    elif format == "hub":
+        yield from _hub(path)
+    else:
+        is_folder = Path(find_path(path)).is_dir()
+        for file in source_files(path, format=format):
+            yield from _documents(file, format, eos_id, whole=is_folder)
+
+
+def say_files(path: str, *, format: str) -> None:
+    """One line on what is read of a folder, and what is not."""
+    root = Path(find_path(path))
+    if not path.startswith("builtin:") and format != "hub" and root.is_dir():
+        say(_which_files(root, source_files(path, format=format)))
+
+
+def _documents(file: Path, format: str, eos_id: int | None, *, whole: bool) -> Iterator[Raw]:
+    kind = _detect(file) if format == "auto" else format
+    if kind == "tokens" and data_suffix(file) == ".npy":
+        return _token_array(file, eos_id)
+    if kind == "text":
+        return _text(file, whole=whole)
+    if data_suffix(file) in _TABLES:
+        return _table(file, kind)
+    return _lines(file, kind)
 
 
 _JSON = (".jsonl", ".ndjson", ".json")
 _PROSE = (".txt", ".text", ".md", ".rst")
-_SUFFIXES = {"text": _PROSE, "jsonl": _JSON, "chat": _JSON, "tokens": (*_JSON, ".npy")}
+_ROWS = (*_JSON, *_TABLES)
+_SUFFIXES = {"text": _PROSE, "jsonl": _ROWS, "chat": _ROWS, "tokens": (*_ROWS, ".npy")}
 _ABOUT = re.compile(
     r"(readme|license|licence|citation|changelog|dataset_infos?|dataset_dict|state\.json)\b.*", re.I
 )
@@ -82,9 +100,10 @@ _OTHER_SPLIT = re.compile(r"(test|valid|validation|val|dev|eval|evaluation)([-_.
 def source_files(path: str, *, format: str = "auto") -> list[Path]:
     """The files of a path, sorted by their names.
 
-    Of a folder, those with a suffix of the format (auto: .jsonl .ndjson .json .npy .txt .text and,
-    where there is none of these, .md .rst), without hidden ones; without README, LICENSE and the
-    like; without those in or of a split called test, validation, val, dev or eval, where there are
+    Of a folder, those with a suffix of the format (auto: .jsonl .ndjson .json .parquet .arrow .npy
+    .txt .text and, where there is none of these, .md .rst), compressed or not, without hidden ones;
+    without README, LICENSE and the like; without those in or of a split called test, validation,
+    val, dev or eval, where there are
     others.
 
     Raises:
@@ -99,11 +118,12 @@ def source_files(path: str, *, format: str = "auto") -> list[Path]:
             f"or a hub id with data.format: hub"
         )
     there = _visible(root)
-    suffixes = _SUFFIXES.get(format, (*_JSON, ".npy", ".txt", ".text"))
+    suffixes = _SUFFIXES.get(format, (*_ROWS, ".npy", ".txt", ".text"))
     data = [file for file in there if not _ABOUT.fullmatch(file.name)]
-    files = [file for file in data if file.suffix.lower() in suffixes]
+    files = [file for file in data if data_suffix(file) in suffixes]
     if not files and format == "auto":
-        files = [file for file in data if file.suffix.lower() in _PROSE]
+        files = [file for file in data if data_suffix(file) in _PROSE]
+    files = files_of_data_sets(files)
     own = [
         file
         for file in files
@@ -112,8 +132,8 @@ def source_files(path: str, *, format: str = "auto") -> list[Path]:
     if not files:
         got = ", ".join(file.name for file in there[:5]) or "none"
         raise UserError(
-            f"expected files {' '.join(suffixes)} in the folder {path}, got {got}; "
-            "convert them to JSONL, name one file, or set data.format"
+            f"expected files {' '.join(suffixes)}, also {' '.join(COMPRESSED)}, in the folder "
+            f"{path}, got {got}; convert them to JSONL, name one file, or set data.format"
         )
     return own or files
 
@@ -135,14 +155,21 @@ def _which_files(root: Path, files: list[Path]) -> str:
 
 
 def _detect(file: Path) -> str:
-    suffix = file.suffix.lower()
+    suffix = data_suffix(file)
+    if suffix in _TABLES:
+        first = next(table_rows(file), None)
+        kind = "jsonl" if first is None else _kind(first)
+        if kind is None:
+            assert first is not None
+            raise UserError(_wrong_keys(f"{file} row 0", first, "text, messages or tokens"))
+        return kind
     if suffix not in _JSON:
         return "tokens" if suffix == ".npy" else "text"
-    for number, line in _numbered_lines(file):
+    for number, line in numbered_lines(file):
         row = _row(file, number, line)
         kind = _kind(row)
         if kind is None:
-            raise UserError(_wrong_keys(file, number, row, "text, messages or tokens"))
+            raise UserError(_wrong_keys(f"{file}:{number}", row, "text, messages or tokens"))
         return kind
     return "jsonl"  # an empty file
 
@@ -152,48 +179,45 @@ def _kind(row: Mapping[str, Any]) -> str | None:
     return next((kind for kind, keys in _KEYS.items() if any(key in row for key in keys)), None)
 
 
-def _text(file: Path, *, whole: bool) -> list[Raw]:
-    text = _decoded(file, file.read_bytes())
+def _text(file: Path, *, whole: bool) -> Iterator[Raw]:
+    pieces = paragraphs(file)
     if whole:
-        return [Raw(text, str(file))]
-    paragraphs = text.split("\n\n")
-    blocks = gather(paragraphs, _BLOCK_CHARACTERS)
-    return [Raw(block, f"{file} block {number}") for number, block in enumerate(blocks, 1)]
+        found = list(_up_to(pieces, _WHOLE_CHARACTERS))
+        after = next(pieces, None)
+        if after is None:
+            yield Raw("\n\n".join(found), str(file))
+            return
+        pieces = itertools.chain(found, [after], pieces)
+    for number, block in enumerate(gather(pieces, _BLOCK_CHARACTERS), 1):
+        yield Raw(block, f"{file} block {number}")
 
 
-def _decoded(file: Path, data: bytes) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{file}:{line}: expected UTF-8, got byte 0x{data[error.start]:02x}; "
-            f"convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from None
-    return text.replace("\r\n", "\n")
+def _up_to(pieces: Iterator[str], characters: int) -> Iterator[str]:
+    """The first of them, until they have so many characters."""
+    count = 0
+    while count < characters and (piece := next(pieces, None)) is not None:
+        count += len(piece)
+        yield piece
 
 
 def _lines(file: Path, kind: str) -> Iterator[Raw]:
-    for number, line in _numbered_lines(file):
+    for number, line in numbered_lines(file):
         row = _row(file, number, line)
-        if not any(key in row for key in _KEYS[kind]):
-            raise UserError(_wrong_keys(file, number, row, _KEYS[kind][0]))
-        yield _content(row, kind, f"{file}:{number}")
+        yield _content(_with_key(row, kind, f"{file}:{number}"), kind, f"{file}:{number}")
 
 
-def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, from 1. Bytes are split, so that U+2028 ends no line."""
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                byte = line[error.start]
-                raise UserError(
-                    f"{file}:{number}: expected UTF-8, got byte 0x{byte:02x}; convert the file"
-                ) from None
-            if text:
-                yield number, text
+def _table(file: Path, kind: str) -> Iterator[Raw]:
+    for number, row in enumerate(table_rows(file)):
+        row = {key: value for key, value in row.items() if value is not None}
+        where = f"{file} row {number}"
+        yield _content(_with_key(row, kind, where), kind, where)
+
+
+def _with_key(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
+    """The row, which must have what its format needs."""
+    if not any(key in row for key in _KEYS[kind]):
+        raise UserError(_wrong_keys(where, row, _KEYS[kind][0]))
+    return row
 
 
 def _row(file: Path, number: int, line: str) -> dict[str, Any]:
@@ -212,10 +236,10 @@ def _row(file: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _wrong_keys(file: Path, number: int, row: dict[str, Any], key: str) -> str:
+def _wrong_keys(where: str, row: dict[str, Any], key: str) -> str:
     got = ", ".join(row)[:200] or "none"
     return (
-        f"{file}:{number}: expected the key {key}, got {got}; set data.format, or write "
+        f"{where}: expected the key {key}, got {got}; set data.format, or write "
         '{"text": …}, {"messages": [{"role": …, "content": …}, …]} or {"tokens": …}'
     )
 
@@ -264,7 +288,7 @@ def _token_ids(value: Any, where: str) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def _token_array(file: Path, eos_id: int | None) -> list[Raw]:
+def _token_array(file: Path, eos_id: int | None) -> Iterator[Raw]:
     try:
         with np.errstate(over="raise"):  # a shape whose size is no int64
             array = np.lib.format.open_memmap(file, mode="r")
@@ -278,16 +302,29 @@ def _token_array(file: Path, eos_id: int | None) -> list[Raw]:
             f"got {beyond:,} more; save it again"
         )
     if array.ndim == 2:
-        rows = ((f"{file} row {index}", row) for index, row in enumerate(array))
-        return [Raw(_token_ids(row, where), where) for where, row in rows]
+        for index, row in enumerate(array):
+            yield Raw(_token_ids(row, f"{file} row {index}"), f"{file} row {index}")
+        return
     if array.ndim != 1:
         raise UserError(f"{file}: expected a 1-D or 2-D array of token ids, got {array.ndim} axes")
-    tokens = _token_ids(array, str(file))
     if eos_id is None:
-        return [Raw(tokens, str(file))]
-    ends = np.flatnonzero(tokens == eos_id) + 1
-    pieces = [piece for piece in np.split(tokens, ends) if piece.size]
-    return [Raw(piece, f"{file} document {number}") for number, piece in enumerate(pieces, 1)]
+        yield Raw(_token_ids(array, str(file)), str(file))
+        return
+    for number, (first, end) in enumerate(_ended(array, eos_id), 1):
+        yield Raw(
+            _token_ids(array[first:end], f"{file} document {number}"), f"{file} document {number}"
+        )
+
+
+def _ended(array: np.ndarray, eos_id: int) -> Iterator[tuple[int, int]]:
+    """(first, end) of each run of a 1-D array up to and including eos_id."""
+    begin = 0
+    for start in range(0, len(array), _TOKENS):
+        for end in np.flatnonzero(array[start : start + _TOKENS] == eos_id) + start + 1:
+            yield begin, int(end)
+            begin = int(end)
+    if begin < len(array):
+        yield begin, len(array)
 
 
 def hub_fingerprint(path: str) -> str:

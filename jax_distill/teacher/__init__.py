@@ -10,6 +10,8 @@ from typing import Any
 
 _FILES = {
     "AHEAD": "writing",
+    "KnownRows": "rows",
+    "Shard": "rows",
     "TeacherFiles": "files",
     "data_path": "caches",
     "expected_bytes": "writing",

@@ -1,6 +1,7 @@
 """Both caches of a configuration: which ones are wanted, and whether they are there already."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,17 @@ from jax_distill.cache import (
     Manifest,
     read_manifest,
     refuse_other_cache,
+    resume_point,
     teacher_fingerprint,
     vocabulary_conflict,
 )
 from jax_distill.config import Config, Source
 from jax_distill.hidden_layers import cached_layers, hidden_arrays
-from jax_distill.packing import Rows, pack, tokens_needed
 from jax_distill.teacher.files import TeacherFiles, find_teacher, load_teacher
+from jax_distill.teacher.rows import TextRows
 from jax_distill.teacher.writing import format_bytes, write_cache
 
-SPLITS = ("train", "heldout")
-FEW_TARGETS = 1000  # held out; a mean over n tokens has a relative error of about 1/√n
+SPLITS: tuple[data.Split, ...] = ("train", "heldout")
 
 
 class _Plan(NamedTuple):
@@ -34,7 +35,7 @@ class _Plan(NamedTuple):
     tokenizer: data.Tokenizer
     teacher: TeacherFiles | None
     data_path: str | list[Source]
-    manifests: dict[str, Manifest]
+    manifests: dict[data.Split, Manifest]
 
 
 def tokenizer_folder(config: Config, teacher_folder: Path | None) -> Path:
@@ -185,75 +186,41 @@ def _finished(path: str, manifest: Manifest) -> Cache | None:
     return cache if cache.complete else None
 
 
-def _pack_rows(config: Config, plan: _Plan) -> dict[str, Rows]:
-    """Rows [N,T] by split. No more text is tokenised than decides them, so that the counts on the
-    `text:` line and in the manifest are of that part alone."""
+def _text_rows(
+    config: Config, plan: _Plan, corpus: data.Corpus, paths: dict[data.Split, str]
+) -> dict[data.Split, TextRows]:
+    """The rows of the caches at `paths`, the first shard of each made: what is wrong with the text
+    is said before a model is there."""
     text = config.data
-    max_rows = {split: plan.manifests[split].data["max_rows"] for split in SPLITS}
-    enough = {split: tokens_needed(max_rows[split], text.sequence_length) for split in SPLITS}
-    corpus = data.read_documents(
-        plan.data_path,
-        format=text.format,
-        tokenizer=plan.tokenizer,
-        heldout_fraction=text.heldout_fraction,
-        max_tokens=(enough["train"], enough["heldout"]),
-    )
-    say(f"text: {corpus.counts}")
-    rows = {}
-    for split, documents in zip(SPLITS, (corpus.train, corpus.heldout), strict=True):
-        rows[split] = pack(
-            documents,
-            sequence_length=text.sequence_length,
-            packing=text.packing,
-            separate_documents=text.separate_documents,
-            max_rows=max_rows[split],
+    rows: dict[data.Split, TextRows] = {}
+    for split, path in paths.items():
+        manifest = plan.manifests[split]
+        start = processes.from_primary(partial(resume_point, path))
+        rows[split] = TextRows(
+            corpus,
+            split,
+            manifest,
+            options={"packing": text.packing, "separate_documents": text.separate_documents},
+            start=start,
+            contexts=_contexts(config, plan),
+            refuse_teacher=config.teacher.beyond_context == "refuse",
+            has_table=plan.teacher is not None,
         )
-        part = corpus.counts.untokenized_documents
-        say(f"{split}: {rows[split]}" + (" (of the text tokenized)" if part else ""))
-        _check_rows(split, rows[split], plan)
-    _check_contexts(config, plan, rows)
+        rows[split].begin()
     return rows
 
 
-def _check_rows(split: str, rows: Rows, plan: _Plan) -> None:
-    """Refuse, before the teacher runs, rows that cannot be trained on or make no table."""
-    if not len(rows):
-        raise UserError(f"expected {split} text, got none; raise data.heldout_fraction, add text")
-    if split == "train":
-        targets = rows.predicted
-    else:  # the test table reads the second half alone
-        targets = int(rows.arrays["loss_mask"][len(rows) // 2 :].sum())
-    if not targets and (split == "train" or plan.teacher is not None):
-        raise UserError(
-            f"expected {split} text with tokens to predict, got none; check the loss mask of "
-            "the data, or raise data.heldout_fraction"
-        )
-    if split == "heldout" and plan.teacher is not None and targets < FEW_TARGETS:
-        say(
-            f"WARNING: the test table will be of {targets:,} tokens, too few to tell close "
-            "students apart; raise data.heldout_fraction or data.max_heldout_rows"
-        )
-    tokens, vocab_size = rows.arrays["tokens"], plan.manifests[split].vocab_size
-    for wrong in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= wrong < vocab_size:
-            raise UserError(
-                f"expected ids from 0 to {vocab_size - 1}, below the vocab_size of the "
-                f"teacher's head, got {wrong}; use the tokenizer that belongs to the teacher"
-            )
-
-
-def _check_contexts(config: Config, plan: _Plan, rows: dict[str, Rows]) -> None:
-    """Segments longer than a model's max_position_embeddings: see `data.check_context`."""
+def _contexts(config: Config, plan: _Plan) -> dict[str, int]:
+    """`teacher`, `student` → their max_position_embeddings, where rows may be longer."""
     teacher = plan.teacher.model if plan.teacher else None
     cut = config.student.from_teacher is not None
     student = None if cut else find_teacher(config.student.path, key="student.path").model
-    for name, model in (("teacher", teacher), ("student", student)):
-        if model is None:
-            continue
-        limit = model.max_position_embeddings
-        count = sum(each.segments_beyond(limit) for each in rows.values())
-        refuse = model is teacher and config.teacher.beyond_context == "refuse"
-        data.check_context(count, limit, name, refuse=refuse)
+    limits = {
+        name: model.max_position_embeddings or config.data.sequence_length
+        for name, model in (("teacher", teacher), ("student", student))
+        if model is not None
+    }
+    return {name: limit for name, limit in limits.items() if limit < config.data.sequence_length}
 
 
 def write_caches(config: Config) -> tuple[Cache, Cache]:
@@ -285,17 +252,22 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
     teacher_folder = plan.teacher and plan.teacher.require_model(other="teacher")[0]
     mesh = sharding.make_mesh(**config.mesh.axes)
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
-    rows = _pack_rows(config, plan)
+    missing = {split: paths[split] for split in SPLITS[::-1] if not finished[split]}
+    corpus = data.Corpus(
+        plan.data_path,
+        format=config.data.format,
+        tokenizer=plan.tokenizer,
+        heldout_fraction=config.data.heldout_fraction,
+    )
+    rows = _text_rows(config, plan, corpus, missing)
     model = None
     if teacher_folder is not None and not config.teacher.is_live:
         model = load_teacher(teacher_folder, config, mesh)
-    caches = []
-    for split in SPLITS:
-        counts = {k: v for k, v in vars(rows[split]).items() if isinstance(v, int)}
-        cache = finished[split] or write_cache(
-            paths[split],
-            replace(plan.manifests[split], counts=counts),
-            rows[split].arrays,
+    for split, path in missing.items():
+        cache = finished[split] = write_cache(
+            path,
+            plan.manifests[split],
+            rows[split],
             model=model,
             mesh=mesh,
             batch_size=config.teacher.batch_size,
@@ -306,8 +278,12 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             f"cache: {cache.path} holds {cache.tokens:,} tokens in {format_bytes(cache.nbytes)}, "
             f"{cache.nbytes / max(cache.tokens, 1):.1f} bytes a token"
         )
-        caches.append(cache)
-    return caches[0], caches[1]
+    say(f"text: {corpus.counts}")
+    for name, limit in _contexts(config, plan).items():
+        data.check_context(sum(each.beyond[name] for each in rows.values()), limit, name)
+    train, heldout = finished["train"], finished["heldout"]
+    assert train and heldout
+    return train, heldout
 
 
 def main(config: Config) -> None:

@@ -5,10 +5,10 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -21,13 +21,12 @@ from jax_distill.batch import DRAWS, EncodedTopK
 from jax_distill.cache import Cache, Location, Manifest, Writer, create, row_uniforms
 from jax_distill.model import Decoder
 from jax_distill.targets import capture
+from jax_distill.teacher.rows import KnownRows, RowSource, Shard
 
 AHEAD = 2
 """Batches that the devices have been given beside the one whose result is fetched: enough to work
 on while the host hands a shard to the writer."""
 T = TypeVar("T")
-Shard: TypeAlias = tuple[int, int, int]
-"""Its number, its first row, its last row."""
 
 
 def expected_bytes(manifest: Manifest, rows: int) -> int:
@@ -48,7 +47,7 @@ def expected_bytes(manifest: Manifest, rows: int) -> int:
 def write_cache(
     path: str,
     manifest: Manifest,
-    rows: dict[str, np.ndarray],
+    rows: RowSource,
     *,
     model: Decoder | None,
     mesh: Mesh,
@@ -57,41 +56,82 @@ def write_cache(
 ) -> Cache:
     """Run the teacher over the rows that the cache at `path` lacks, and commit them shard by shard.
 
-    A shard is written in the background while the teacher reads the next; where the teacher has to
-    wait for it, a line says so. Without a model the cache holds the rows alone. Of several
-    processes, all of which call this, each reads and writes every n-th missing shard.
+    A shard is made and one is written in the background while the teacher reads another; where the
+    teacher has to wait for the writer, a line says so. Without a model the cache holds the rows
+    alone. Of several processes, all of which call this, each reads and writes every n-th missing
+    shard.
 
     Args:
-        rows: tokens, segment_ids, positions int32 and loss_mask uint8 [N,T].
         batch_size: rows per teacher step; a shard begins a new one.
         chunk_size: tokens per device whose logits are in memory at a time.
 
     Raises:
-        UserError: the cache there is another one (`cache.create`), or the disk is too small.
+        UserError: the cache there is another one (`cache.create`), or the disk is too small; what
+            is wrong with the rows.
         RunError: a row has logits that are not finite (its number is named), or the disk is full.
     """
-    count, is_first = len(rows["tokens"]), processes.is_primary_process()
-    share = sharding.row_share(mesh)
+    share, is_first = sharding.row_share(mesh), processes.is_primary_process()
+    known = rows.count if isinstance(rows, KnownRows) else None
     with processes.primary_first(
-        lambda: create(path, manifest, count, is_first=is_first)
+        lambda: create(path, manifest, known, is_first=is_first)
     ) as writer:
-
-        def announced() -> list[tuple[int, int, int]]:
-            missing = writer.missing_shards()
-            if missing:
-                _announce(path, manifest, sum(last + 1 - first for _, first, last in missing))
-            return missing
-
-        missing: list[Shard] = [(*each,) for each in processes.from_primary(announced)]
-        if model is not None and missing:
-            _run_teacher(writer, missing, share, rows, model, mesh, batch_size, chunk_size)
-        elif share.is_first:
-            for shard, first, last in missing[share.number :: share.parts]:
-                writer.write(shard, _slice(rows, first, last))
-        if processes.is_several():
-            processes.wait_for_all()
-            processes.from_primary(writer.finish)
+        committed = frozenset(processes.from_primary(writer.committed))
+        work = Work(rows, committed, share, manifest.shard_rows, batch_size // share.parts)
+        if model is not None:
+            _run_teacher(writer, work, model, mesh, batch_size, chunk_size)
+        else:
+            for shard, _ in work.own_shards():
+                if shard is not None and share.is_first:
+                    writer.write(shard.number, shard.arrays, shard.resume)
+        processes.wait_for_all()
+        processes.from_primary(lambda: writer.finish(rows.expected))
     return Cache.open(path)
+
+
+class Work(NamedTuple):
+    """The rows that a cache lacks, and which of them are this process's.
+
+    Attributes:
+        rows: all of them. committed: the shards that are there.
+        share: this process's. shard_rows: of a shard. batch_size: own rows of a batch.
+    """
+
+    rows: RowSource
+    committed: Collection[int]
+    share: sharding.RowShare
+    shard_rows: int
+    batch_size: int
+
+    def own_shards(self) -> Iterator[tuple[Shard | None, int]]:
+        """Every n-th missing shard, and how many batches every process runs meanwhile: one whose
+        shard has fewer rows, or that has none left (None), takes part in the others' with padding.
+        """
+        every = prefetched(self.rows.shards())
+        missing = (shard for shard in every if shard.number not in self.committed)
+        while turn := list(itertools.islice(missing, self.share.parts)):
+            count = max(-(-shard.rows // self.batch_size) for shard in turn)
+            yield turn[self.share.number] if self.share.number < len(turn) else None, count
+
+    @property
+    def expected_rows(self) -> int:
+        """That are missing, as far as is known."""
+        return max(self.rows.expected - len(self.committed) * self.shard_rows, 1)
+
+    @property
+    def expected_batches(self) -> int:
+        """Of this process."""
+        whole, rest = divmod(self.expected_rows, self.shard_rows)
+        batches = whole * -(-self.shard_rows // self.batch_size) + -(-rest // self.batch_size)
+        return -(-batches // self.share.parts)
+
+
+def prefetched(values: Iterator[T]) -> Iterator[T]:
+    """The same, one ahead, made in a thread of their own."""
+    with ThreadPoolExecutor(1, thread_name_prefix="rows") as pool:
+        made = pool.submit(next, values, None)
+        while (value := made.result()) is not None:
+            made = pool.submit(next, values, None)
+            yield value
 
 
 def _announce(path: str, manifest: Manifest, todo: int) -> None:
@@ -131,7 +171,7 @@ class _Background:
         self._pending: Future | None = None
         self._waited, self._begin, self._said = 0.0, time.monotonic(), False
 
-    def write(self, shard: int, arrays: Callable[[], dict[str, np.ndarray]]) -> None:
+    def write(self, shard: Shard, arrays: Callable[[], dict[str, np.ndarray]]) -> None:
         """Begin to write a shard, once the one before is there; raises what went wrong with it."""
         before = time.monotonic()
         self.finish()
@@ -140,7 +180,9 @@ class _Background:
         if not self._said and (line := bottleneck(self._waited, now - self._begin)):
             self._said = True
             say(line)
-        self._pending = self._pool.submit(lambda: self._writer.write(shard, arrays()))
+        self._pending = self._pool.submit(
+            lambda: self._writer.write(shard.number, arrays(), shard.resume)
+        )
 
     def finish(self) -> None:
         """Wait for the last shard."""
@@ -167,14 +209,7 @@ def bottleneck(waited: float, seconds: float) -> str:
 
 
 def _run_teacher(
-    writer: Writer,
-    missing: list[Shard],
-    share: sharding.RowShare,
-    rows: dict[str, np.ndarray],
-    model: Decoder,
-    mesh: Mesh,
-    batch_size: int,
-    chunk_size: int,
+    writer: Writer, work: Work, model: Decoder, mesh: Mesh, batch_size: int, chunk_size: int
 ) -> None:
     manifest = writer.manifest
     options: dict[str, Any] = dict(
@@ -186,47 +221,34 @@ def _run_teacher(
         top_p=manifest.top_p,
         hidden_layers=manifest.hidden_layers,
     )
-    samples = manifest.top_k if manifest.sampling == "random" else 0
-    own_batch = batch_size // share.parts
-    work, total = own_work(missing, share, own_batch, rows=len(rows["tokens"]))
-    tokens = batch_size * manifest.sequence_length
-    done, clock = 0, time.monotonic()
-    name = Location(writer.path).name
-    bar = StepProgress(name, total=total, done=0, tokens_per_step=tokens)
+    own = work.own_shards()
+    first = next(own, None)
+    if first is None:
+        return
+    processes.from_primary(lambda: _announce(writer.path, manifest, work.expected_rows))
     outputs = _ahead(
         (shard, capture(model, batch, **options))
-        for shard in work
-        for batch in _batches(rows, *shard[1:], own_batch, mesh, samples=samples)
+        for shard, count in itertools.chain([first], own)
+        for batch in _batches(shard, count, work.batch_size, mesh, manifest)
+    )
+    tokens, done, clock = batch_size * manifest.sequence_length, 0, time.monotonic()
+    bar = StepProgress(
+        Location(writer.path).name, total=work.expected_batches, done=0, tokens_per_step=tokens
     )
     with bar, _Background(writer) as background:
-        for (shard, first, last), group in itertools.groupby(outputs, key=lambda each: each[0]):
+        for shard, group in itertools.groupby(outputs, key=lambda each: each[0]):
             parts = []
             for _, output in group:
                 parts.append(sharding.own_part(output))
                 done += 1
+                total = bar.expect(max(work.expected_batches, done))
                 if done == 2 < total:  # the first one also waited for the compiler
                     _estimate((time.monotonic() - clock) * (total - 2), (total - 2) * tokens)
                 clock = time.monotonic()
                 bar.update(done, None)
-            join = partial(_shard_arrays, parts, rows, manifest, writer.path, first, last)
-            if shard >= 0 and share.is_first:
-                background.write(shard, join)
+            if shard is not None and work.share.is_first:
+                background.write(shard, partial(_shard_arrays, parts, shard, manifest, writer.path))
         background.finish()
-
-
-def own_work(
-    missing: Sequence[Shard], share: sharding.RowShare, batch_size: int, *, rows: int
-) -> tuple[list[Shard], int]:
-    """This process's shards, and how many batches of `batch_size` own rows every process runs: one
-    that is done first takes part in the others' with padding, shards of negative number."""
-
-    def batches(number: int) -> int:
-        own = missing[number :: share.parts]
-        return sum(-(-(last + 1 - first) // batch_size) for _, first, last in own)
-
-    total = max(batches(number) for number in range(share.parts))
-    padding = [(-1 - each, rows, rows) for each in range(total - batches(share.number))]
-    return [*missing[share.number :: share.parts], *padding], total
 
 
 def _ahead(values: Iterator[T]) -> Iterator[T]:
@@ -251,46 +273,39 @@ def format_bytes(count: float) -> str:
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
-def _slice(rows: dict[str, np.ndarray], first: int, last: int) -> dict[str, np.ndarray]:
-    return {name: array[first : last + 1] for name, array in rows.items()}
-
-
 def _batches(
-    rows: dict[str, np.ndarray],
-    first: int,
-    last: int,
-    batch_size: int,
-    mesh: Mesh,
-    *,
-    samples: int = 0,
+    shard: Shard | None, count: int, batch_size: int, mesh: Mesh, manifest: Manifest
 ) -> Iterator[dict[str, jax.Array]]:
-    """Rows from first to last on the devices, batch_size at a time. The last batch may run over
-    into the next shard, which reads those rows again; beyond the last row there is padding. With
-    `samples` draws of a position, the numbers that decide them are there too.
+    """A shard's rows on the devices, `count` batches of `batch_size`; beyond its last row there is
+    padding. Of a random sample, the numbers that decide the draws are there too.
     """
-    for start in range(first, last + 1, batch_size):
+    length = manifest.sequence_length
+    for start in range(0, count * batch_size, batch_size):
         batch = {}
         for name in ("tokens", "segment_ids", "positions"):
-            part = rows[name][start : start + batch_size]
+            part = np.zeros((0, length), np.int32)
+            if shard is not None:
+                part = shard.arrays[name][start : start + batch_size]
             batch[name] = np.pad(part, ((0, batch_size - len(part)), (0, 0)))
-        if samples:
-            numbers = range(start, start + batch_size)
-            batch["uniforms"] = row_uniforms(numbers, rows["tokens"].shape[1], samples)
+        if manifest.sampling == "random":
+            begin = start + (shard.first_row if shard is not None else 0)
+            numbers = range(begin, begin + batch_size)
+            batch["uniforms"] = row_uniforms(numbers, length, manifest.top_k)
         yield sharding.shard_rows(mesh, batch)
 
 
 def _shard_arrays(
     parts: list[tuple[EncodedTopK, np.ndarray, dict[str, np.ndarray]]],
-    rows: dict[str, np.ndarray],
+    shard: Shard,
     manifest: Manifest,
     path: str,
-    first: int,
-    last: int,
 ) -> dict[str, np.ndarray]:
     """A shard's rows, and beside them the batches' outputs joined, their padding cut off; RunError
     where a row is not finite."""
-    count = last + 1 - first
-    bad = first + np.flatnonzero(~np.concatenate([finite for _, finite, _ in parts])[:count])
+    count = shard.rows
+    bad = shard.first_row + np.flatnonzero(
+        ~np.concatenate([finite for _, finite, _ in parts])[:count]
+    )
     if len(bad):
         shown = ", ".join(map(str, bad[:8])) + (" …" if len(bad) > 8 else "")
         raise RunError(
@@ -301,4 +316,4 @@ def _shard_arrays(
     arrays = {name: np.concatenate([part[name] for part in each])[:count] for name in each[0]}
     dtypes = manifest.array_shapes()
     arrays = {name: array.astype(dtypes[name][0], copy=False) for name, array in arrays.items()}
-    return arrays | _slice(rows, first, last)
+    return arrays | shard.arrays
