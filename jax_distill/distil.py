@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_distill import (
+    by_source,
     doctor,
     evaluate,
     export,
@@ -120,6 +122,18 @@ def final_evaluation(
         disagreements=disagreements,
     )
     evaluate.print_table(table)
+    apart = {}
+    for source, own in by_source.source_caches(config, teacher_folder).items():
+        apart[source] = evaluate.test_table(
+            teacher_model,
+            students,
+            own,
+            np.arange(own.rows),
+            batch_size=config.teacher.batch_size,
+            chunk_size=config.loss.chunk_size,
+            mesh=mesh,
+        )
+        evaluate.print_table(apart[source], f"held out of {source}")
     written = samples.continuations(
         {"teacher": teacher_model, **students},
         cache,
@@ -130,7 +144,8 @@ def final_evaluation(
     )
     samples.print_samples(written)
     furthest = disagreements.found()
-    return {"table": table, "shown": {"samples": written, "disagreements": furthest}}
+    shown = {"samples": written, "disagreements": furthest}
+    return {"table": table, "shown": shown | ({"test_by_source": apart} if apart else {})}
 
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:

@@ -26,12 +26,14 @@ from jax_distill.config import read_mapping
 from jax_distill.html_tables import (
     MACHINE,
     as_text,
+    by_source_html,
     disagreements_html,
     machine_html,
     samples_html,
     table_html,
+    test_table_html,
 )
-from jax_distill.model_folder import CE_ONLY, model_name
+from jax_distill.model_folder import CE_ONLY
 from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
 CURVES = {
@@ -47,14 +49,6 @@ CURVES = {
 }
 
 COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
-TEST_TABLE = {
-    "kl": "KL to teacher",
-    "cross_entropy": "cross-entropy",
-    "perplexity": "perplexity",
-    "top1_agreement": "top-1 agreement",
-    "acceptance_rate": "acceptance rate",
-    "calibration_error": "calibration error",
-}
 EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
 
 CONFIGURATION = "the configuration of the run"  # what messages call config.yaml
@@ -269,7 +263,8 @@ img {{ width: 100%; min-width: 40rem }}
 pre {{ background: #8882; padding: 1rem; overflow-x: auto }}
 </style></head><body>
 <h1>{html.escape(run.name)}</h1>
-{_test_table_html(summary.get("test") or {}, words["table"])}
+{test_table_html(summary.get("test") or {}, words["table"])}
+{by_source_html(summary.get("test_by_source") or {})}
 <div class="wide"><img alt="curves" src="data:image/png;base64,{picture}"></div>
 <p>{words["curves"]}</p>
 {samples_html(summary.get("samples") or [])}
@@ -298,17 +293,6 @@ def _facts(
     versions = manifest.get("versions")
     facts |= versions if isinstance(versions, dict) else {}
     return {key: value for key, value in facts.items() if value is not None}
-
-
-def _test_table_html(table: Mapping[str, Mapping[str, float]], words: str) -> str:
-    if not table:
-        return ""
-    head = ["test table", *TEST_TABLE.values()]
-    rows = [
-        [model_name(name), *(as_text(row.get(key)) for key in TEST_TABLE)]
-        for name, row in table.items()
-    ]
-    return f"{table_html(head, rows)}<p>{words}</p>"
 
 
 def final_numbers(run: Path, records: Records) -> dict[str, Any]:
