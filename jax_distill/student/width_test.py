@@ -227,7 +227,7 @@ def test_the_command_measures_once_and_says_what_stays(teacher, cache, tmp_path,
 def test_a_run_prepares_a_narrow_student_from_its_own_rows(teacher, cache, tmp_path):
     cut = FromTeacher(parameters=34_000, num_key_value_heads=1, importance_by="cosine")
     config = Config(
-        teacher=TeacherConfig(path=str(teacher), dtype="float32"),
+        teacher=TeacherConfig(path=str(teacher)),  # bf16, its default
         student=StudentConfig(from_teacher=cut),
     )
     (tmp_path / "run").mkdir()
