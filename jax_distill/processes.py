@@ -71,23 +71,40 @@ def started(
     if not coordinator_address:
         yield
         return
+    with _at_most(join_seconds):
+        _join(coordinator_address, num_processes, process_id, heartbeat_seconds)
+    console.quiet = not is_primary_process()
+    try:
+        yield
+    except Stopped:  # by all, together
+        raise
+    except BaseException as error:
+        atexit.register(_leave, 2 if isinstance(error, UserError) else 1)
+        if not _is_of_others(error):
+            raise
+        raise _lost(error, heartbeat_seconds) from None
+
+
+def _join(
+    coordinator_address: str, num_processes: int | None, process_id: int | None, heartbeat: int
+) -> None:
+    """Begin `jax.distributed`; raises as `started` does."""
     known = None not in (num_processes, process_id) and coordinator_address != "auto"
     # Its handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        with _at_most(join_seconds):
-            jax.distributed.initialize(
-                None if coordinator_address == "auto" else coordinator_address,
-                num_processes,
-                process_id,
-                cluster_detection_method="deactivate" if known else None,
-                # Its own end of the wait is an abort without our words: it never comes to that.
-                initialization_timeout=10 * join_seconds,
-                # Less, since the service takes a while to see it and to say so to the others.
-                heartbeat_timeout_seconds=max(1, heartbeat_seconds * 4 // 5),
-                shutdown_timeout_seconds=heartbeat_seconds,
-            )
+        jax.distributed.initialize(
+            None if coordinator_address == "auto" else coordinator_address,
+            num_processes,
+            process_id,
+            cluster_detection_method="deactivate" if known else None,
+            # Its own end of the wait is an abort without our words: it never comes to that.
+            initialization_timeout=LONG // 1000,
+            # Less, since the service takes a while to see it and to say so to the others.
+            heartbeat_timeout_seconds=max(1, heartbeat * 4 // 5),
+            shutdown_timeout_seconds=heartbeat,
+        )
     except (ValueError, TypeError) as error:
         raise UserError(
             "expected a cluster that says which process this is (Slurm, Open MPI, Kubernetes), got "
@@ -99,16 +116,6 @@ def started(
             f"expected to join the other processes at {coordinator_address}, got: "
             f"{one_line(error)}; check that address, and that all of them are started"
         ) from error
-    console.quiet = not is_primary_process()
-    try:
-        yield
-    except Stopped:  # by all, together
-        raise
-    except BaseException as error:
-        atexit.register(_leave, 2 if isinstance(error, UserError) else 1)
-        if not _is_of_others(error):
-            raise
-        raise _lost(error, heartbeat_seconds) from None
 
 
 @contextlib.contextmanager
