@@ -2,8 +2,8 @@
 
 ```bash            runs as it stands
 ```bash long       runs with 2 steps and few rows (a command of more than 5 minutes)
-```bash needs-gpu  (or needs-hub, needs-cluster, planned) is shown and not run here; the options of
-                   training commands are read
+```bash needs-gpu  (or needs-hub, needs-cluster, needs-bucket, planned) is shown and not run here;
+                   the options of training commands are read
 """
 
 import re
@@ -15,7 +15,7 @@ from pathlib import Path
 FENCE = re.compile(r"^```(?:bash|sh)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINING = re.compile(r"^python -m jax_distill\.train (?:.*\\\n)*.*", re.MULTILINE)
 SHORT = "--train.steps 2 --data.max_rows 16 --data.max_heldout_rows 8"
-NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "planned"}
+NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "needs-bucket", "planned"}
 
 
 def main() -> int:

@@ -341,6 +341,12 @@ def test_resolved_config_reads_back_the_same(base, tmp_path):
     assert c.load(["--config", str(tmp_path / "saved.yaml")]) == config
 
 
+def test_a_run_folder_on_an_object_store_is_refused_by_name_and_a_cache_is_not(base):
+    with pytest.raises(UserError, match="output_dir as a folder of this machine, got s3://b/run: "):
+        c.load(["--config", base, "--output_dir", "s3://b/run"])
+    assert c.load(["--config", base, "--cache.path", "s3://b/c"]).cache.path == "s3://b/c"
+
+
 def test_output_dir_and_cache_follow_the_file_name(base):
     config = c.load(["--config", base])
     assert config.output_dir == "runs/x"

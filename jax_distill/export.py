@@ -68,10 +68,10 @@ def card_at(run: Path, step: int, model: Decoder) -> str:
     if read_summary(run).get("steps") == step and finished.is_file():
         return finished.read_text("utf-8", errors="replace")
     config = run_config(run)
-    cache = Path(config["cache"]["path"])
-    if cache == Path(config["output_dir"]) / "cache":
+    cache = config["cache"]["path"]
+    if Path(cache) == Path(config["output_dir"]) / "cache":
         cache = run / "cache"  # the run may have been moved
-    manifest = read_manifest(str(cache / "train"))
+    manifest = read_manifest(f"{cache}/train")
     logged: dict[str, Any] = next(
         (r for r in reversed(read_metrics(run / "metrics.jsonl")) if r["step"] == step), {}
     )

@@ -27,6 +27,7 @@ LAYERS = (
         "html_tables",
         "preview",
         "repair",
+        "import_logprobs",
     ),
     ("evaluate", "report", "tasks"),
     ("export", "audit", "loop", "doctor"),

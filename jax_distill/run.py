@@ -70,6 +70,7 @@ FREE_FIELDS = (
     "mesh.num_processes",
     "mesh.process_id",
     "mesh.heartbeat_seconds",
+    "mesh.join_seconds",
 )
 LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 

@@ -15,7 +15,8 @@ from flax import nnx
 from jax_distill import hf, sharding, teacher
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.batch import Batch
-from jax_distill.cache import Cache, Location, Manifest
+from jax_distill.cache import Cache, Manifest
+from jax_distill.cache.location import Folder
 from jax_distill.config import CacheConfig, Config, DataConfig, StudentConfig, TeacherConfig
 from jax_distill.hf.architecture import COMMON_KEYS, LLAMA_KEYS
 from jax_distill.model import Decoder, ModelConfig
@@ -237,7 +238,7 @@ def test_a_row_that_is_not_finite_is_named_and_nothing_of_its_shard_counts(tmp_p
 
 
 def test_a_cache_that_cannot_fit_is_refused_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(Location, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(Folder, "free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match="make room"):
         write(tmp_path, single_rows(8, 12), random_model(), manifest(12))
     assert not Cache.open(str(tmp_path)).commits

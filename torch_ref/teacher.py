@@ -25,10 +25,9 @@ from torch import Tensor
 from jax_distill.base.command import CommandLine, run_command
 from jax_distill.base.console import StepProgress, say
 from jax_distill.base.errors import RunError, UserError
-from jax_distill.base.files import check_writable
 from jax_distill.base.versions import git_revision, versions
 from jax_distill.batch import ENCODED_FIELDS, TEACHER_PREFIX, Batch, EncodedTopK
-from jax_distill.cache import Cache, Manifest, create, row_uniforms, teacher_fingerprint
+from jax_distill.cache import Cache, Location, Manifest, create, row_uniforms, teacher_fingerprint
 from jax_distill.cache.draws import GROUP
 from jax_distill.cache.manifest import HIDDEN_PREFIX
 from jax_distill.cache.writer import LARGEST_GAP
@@ -287,7 +286,7 @@ def write_caches(config: Config, rows: str, *, device: str) -> list[Cache]:
     sources = {split: Cache.open(f"{rows}/{split}") for split in splits}
     for each in sources.values():
         each.require_complete()
-    check_writable(config.cache.path, "cache.path")
+    Location(config.cache.path).check_writable()
     model = load_model(config.teacher.path, dtype=config.teacher.dtype, device=device)
     check_contexts(sources.values(), model, config)
     caches = []

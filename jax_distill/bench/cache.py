@@ -1,15 +1,20 @@
 """`bench cache`: what a cache takes and how quickly it is written and read.
 
     python -m jax_distill.bench cache runs/quickstart/cache/train --level 1,5,8
+    python -m jax_distill.bench cache CACHE/train --inner_chunk 64,256 --shard_rows 8,64
 
 The first rows of a cache are written again at each setting and read back, as training reads them
 (`Cache.read`, one batch ahead in a thread of its own, decoded): rows at random, and in order. Cold:
 after the system was asked to forget the files; rows at random again then come from its memory.
+With more --rows than the cache has they begin again at its first, however often: each is compressed
+by itself, so that their size and rates are those of as many different ones.
 Rates count padding as tokens. Beside each array's bytes stands the order-0 entropy of its numbers,
 what a coder without a memory would need at least.
 """
 
 import argparse
+import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -28,8 +33,8 @@ from jax_distill.base.command import CommandLine, above_zero, positive_numbers
 from jax_distill.base.console import console, say
 from jax_distill.base.errors import UserError
 from jax_distill.base.files import check_new_file, write_json
-from jax_distill.cache import Cache, create
-from jax_distill.cache.arrays import LEVEL
+from jax_distill.cache import Cache, arrays, create
+from jax_distill.cache.arrays import INNER_CHUNK, LEVEL
 
 READS = ("cold", "", "sequential")  # after read_tokens_per_second_
 
@@ -65,25 +70,45 @@ def forget(folder: str) -> None:
             os.close(handle)
 
 
+@contextlib.contextmanager
+def chunks_of(positions: int) -> Iterator[None]:
+    """Caches with other inner chunks than the format's, written and read inside of this alone."""
+    arrays.INNER_CHUNK = positions
+    try:
+        yield
+    finally:
+        arrays.INNER_CHUNK = INNER_CHUNK
+
+
 def measure(
-    arrays: dict[str, np.ndarray], of: Cache, *, level: int, shard_rows: int, batch_size: int
+    stored: dict[str, np.ndarray],
+    of: Cache,
+    *,
+    rows: int,
+    level: int,
+    inner_chunk: int,
+    shard_rows: int,
+    batch_size: int,
 ) -> dict[str, Any]:
-    """One row of the table: the arrays [N,…] written at a setting, and read."""
-    rows = len(arrays["tokens"])
+    """One row of the table: N `rows` of the arrays [n,…] written at a setting, and read.
+    inner_chunk: positions at most that are compressed together."""
     manifest = replace(of.manifest, shard_rows=min(shard_rows, rows))
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, chunks_of(inner_chunk):
         begin = time.perf_counter()
         with create(folder, manifest, rows, level=level) as writer:
             for shard, first, last in writer.missing_shards():
-                writer.write(shard, {k: x[first : last + 1] for k, x in arrays.items()})
+                which = np.arange(first, last + 1) % len(stored["tokens"])
+                writer.write(shard, {name: array[which] for name, array in stored.items()})
         seconds = time.perf_counter() - begin
         cache = Cache.open(folder)
         found = {
             "level": level,
+            "inner_chunk": arrays.inner_length(manifest.sequence_length),
             "shard_rows": manifest.shard_rows,
+            "bytes": cache.nbytes,
             "bytes_per_token": cache.nbytes / cache.tokens,
-            "write_tokens_per_second": arrays["tokens"].size / seconds,
+            "write_tokens_per_second": rows * manifest.sequence_length / seconds,
         }
         for kind in READS:
             order = np.arange(rows) if kind == "sequential" else rng.permutation(rows)
@@ -97,20 +122,22 @@ def measure(
     return found
 
 
-def print_bytes(cache: Cache, arrays: dict[str, np.ndarray]) -> None:
+def print_bytes(cache: Cache, stored: dict[str, np.ndarray]) -> None:
     """Where the bytes of the cache as it is go, beside what a coder without a memory needs."""
     table = Table("array", "bytes a token", "order-0 entropy")
     for name, size in array_bytes(cache).items():
-        table.add_row(name, f"{size / cache.tokens:.2f}", f"{entropy_bytes(arrays[name]):.2f}")
+        table.add_row(name, f"{size / cache.tokens:.2f}", f"{entropy_bytes(stored[name]):.2f}")
     console.print(table)
 
 
 def print_rates(rows: list[dict[str, Any]]) -> None:
     """The settings beside each other, rates in thousands of tokens a second."""
-    titles = ("zstd level", "rows a shard", "bytes a token", "write", "random, cold", "random")
-    table = Table(*titles, "in order, cold", title="thousands of tokens a second")
-    for level, shard, size, *rates in (row.values() for row in rows):
-        table.add_row(str(level), str(shard), f"{size:.1f}", *[f"{x / 1e3:,.0f}" for x in rates])
+    titles = ("zstd", "chunk", "shard", "GB", "bytes", "write", "random, cold", "random")
+    table = Table(*titles, "in order, cold")
+    table.title = "positions a chunk, rows a shard, bytes a token, thousands of tokens a second"
+    for *setting, total, size, write, cold, warm, in_order in (row.values() for row in rows):
+        rates = [f"{x / 1e3:,.0f}" for x in (write, cold, warm, in_order)]
+        table.add_row(*map(str, setting), f"{total / 1e9:.3f}", f"{size:.1f}", *rates)
     console.print(table)
 
 
@@ -122,7 +149,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--level", type=positive_numbers, default=[LEVEL], help="zstd levels, 1 to 9"
     )
     parser.add_argument("--shard_rows", type=positive_numbers, help="default: the cache's own")
-    parser.add_argument("--rows", type=above_zero, default=512, help="the first so many")
+    parser.add_argument(
+        "--inner_chunk", type=positive_numbers, default=[INNER_CHUNK], help="positions at most"
+    )
+    parser.add_argument("--rows", type=above_zero, help="default: the first 512, or all of fewer")
     parser.add_argument("--batch_size", type=above_zero, default=8, help="rows of a read")
     parser.add_argument("--json", help="write the table here")
     options = parser.parse_args(argv)
@@ -141,17 +171,28 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"expected a cache with a teacher, got rows alone at {cache.path}; name another"
         )
-    rows = min(options.rows, cache.rows)
-    arrays = cache.stored_arrays(np.arange(rows))
+    rows = options.rows or min(512, cache.rows)
+    stored = cache.stored_arrays(np.arange(min(rows, cache.rows)))
     say(
         f"{rows:,} rows of {cache.sequence_length:,} tokens, K = {cache.manifest.top_k}, "
         f"{os.cpu_count()} processors"
+        + (f"; the {cache.rows:,} of the cache again and again" if rows > cache.rows else "")
     )
-    print_bytes(cache, arrays)
+    print_bytes(cache, stored)
+    shards = options.shard_rows or [cache.manifest.shard_rows]
     found = [
-        measure(arrays, cache, level=level, shard_rows=shard, batch_size=options.batch_size)
-        for level in options.level
-        for shard in options.shard_rows or [cache.manifest.shard_rows]
+        measure(
+            stored,
+            cache,
+            rows=rows,
+            level=level,
+            inner_chunk=inner_chunk,
+            shard_rows=shard,
+            batch_size=options.batch_size,
+        )
+        for level, inner_chunk, shard in itertools.product(
+            options.level, options.inner_chunk, shards
+        )
     ]
     print_rates(found)
     if options.json:

@@ -32,9 +32,26 @@ def test_the_table_has_every_setting_and_reads_every_row_once(tmp_path, monkeypa
     settings = [(row["level"], row["shard_rows"]) for row in found]
     assert settings == [(1, 4), (1, 10), (9, 4), (9, 10)]
     assert sorted(seen) == sorted(list(range(10)) * 4 * 3)
-    rates = ("bytes_per_token", "write_tokens_per_second", "read_tokens_per_second")
+    rates = ["bytes_per_token", "write_tokens_per_second", "read_tokens_per_second"]
+    rates += [f"read_tokens_per_second_{kind}" for kind in ("cold", "sequential")]
     assert all(row[name] > 0 for row in found for name in rates)
     assert "10 rows of 12 tokens, K = 5" in capsys.readouterr().out
+
+
+def test_chunks_of_other_sizes_and_more_rows_than_the_cache_has_are_written_and_read(
+    tmp_path, capsys
+):
+    """Of one row its chunks hold more, of repeated rows each shard what the first one did."""
+    made, *_ = small(tmp_path / "cache", shard_rows=10)
+    out = tmp_path / "rates.json"
+    words = ["--inner_chunk", "4,12", "--rows", "30", "--json", str(out)]
+    assert bench.main([made.path, *words]) == 0
+    small_chunks, whole_rows = json.loads(out.read_text())
+    assert (small_chunks["inner_chunk"], whole_rows["inner_chunk"]) == (4, 12)
+    assert whole_rows["bytes"] == 3 * made.nbytes < small_chunks["bytes"]
+    assert whole_rows["bytes_per_token"] == made.nbytes / made.tokens
+    assert "30 rows of 12 tokens, K = 5" in capsys.readouterr().out
+    assert bench.arrays.INNER_CHUNK == bench.INNER_CHUNK, "the format's own again"
 
 
 def test_rows_alone_are_refused(tmp_path):

@@ -32,12 +32,12 @@ def open_array(
     dtype, shape = manifest.array_shapes()[name]
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     settings: dict[str, Any] = {"cname": "zstd", "shuffle": "shuffle", "blocksize": 1 << 18}
-    if create and location.size(metadata_key(name)) is None:
+    if create and location.read(metadata_key(name)) is None:
         settings["clevel"] = level
     blosc = {"name": "blosc", "configuration": settings}
     # crc32c stands outside blosc: TensorStore rejects it inside.
     sharding = {
-        "chunk_shape": [1, _inner_length(manifest.sequence_length), *shape[1:]],
+        "chunk_shape": [1, inner_length(manifest.sequence_length), *shape[1:]],
         "codecs": [little_endian, blosc, {"name": "crc32c"}],
         "index_codecs": [little_endian, {"name": "crc32c"}],
     }
@@ -57,14 +57,14 @@ def open_array(
     }
     if create and rows is None and "clevel" not in settings:
         del spec["metadata"]["shape"]  # as it began, or as a writer that was killed has left it
-        array = ts.open(spec, open=True).result()
+        array = ts.open(spec, open=True, context=location.context).result()
         return array.resize(exclusive_max=[OPEN_ROWS, *shape], resize_metadata_only=True).result()
     if create:
-        return ts.open(spec, open=True, create=True).result()
-    return ts.open(spec, open=True, read=True).result()
+        return ts.open(spec, open=True, create=True, context=location.context).result()
+    return ts.open(spec, open=True, read=True, context=location.context).result()
 
 
-def _inner_length(sequence_length: int) -> int:
+def inner_length(sequence_length: int) -> int:
     """The largest divisor of T up to INNER_CHUNK; T itself where all of them are small."""
     divisors = (n for n in range(INNER_CHUNK, INNER_CHUNK // 8, -1) if sequence_length % n == 0)
     return next(divisors, sequence_length)

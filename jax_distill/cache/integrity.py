@@ -17,7 +17,7 @@ from jax_distill.base.console import progress, say
 from jax_distill.base.files import user_cache_folder, write_json
 from jax_distill.cache.arrays import metadata_key, shard_file
 from jax_distill.cache.documents import MANIFEST, Commits, Head
-from jax_distill.cache.location import Location, sha256_hex
+from jax_distill.cache.location import Digest, Location, sha256_hex
 from jax_distill.cache.manifest import Manifest
 
 REMEMBERED_BYTES = 16 << 20  # a smaller cache is read faster than it is worth remembering
@@ -57,8 +57,9 @@ def shard_problems(
     """Key → (shard, what is wrong with it) of every committed shard's file that is missing, or not
     as committed.
 
-    remember: pass over files whose stamp (size, time of change in ns, inode) is the one that they
-    had when they were last found right; noted in the user cache folder.
+    remember: pass over files whose stamp (size, time of change in ns, inode; an object store's
+    generation) is the one that they had when they were last found right; noted in the user cache
+    folder.
     """
     expected = {
         shard_file(manifest, name, shard): (shard, file)
@@ -69,49 +70,53 @@ def shard_problems(
     remember = remember and size >= REMEMBERED_BYTES
     memory = _memory_file(location)
     known = _read_memory(memory) if remember else {}
-    stamps = {key: location.stamp(key) for key in expected} if remember else {}
 
     def as_known(key: str) -> bool:
-        stamp = stamps.get(key)
-        return stamp is not None and known.get(key) == [*stamp[0], expected[key][1]["sha256"]]
+        """What was noted is [*stamp, sha256]."""
+        noted = known.get(key)
+        if type(noted) is not list or noted[-1:] != [expected[key][1]["sha256"]]:
+            return False
+        return location.has_stamp(key, noted[:-1])
 
-    todo = [key for key in expected if not as_known(key)]
-    left = sum(expected[key][1]["bytes"] for key in todo)
-    if left >= ANNOUNCED_BYTES:
-        say(f"checking {left / 1e9:.1f} GB of the cache at {location} against its commits")
     begin = time.time()
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="sha256") as pool:
+        same = dict(zip(expected, pool.map(as_known, expected), strict=True))
+        todo = [key for key in expected if not same[key]]
+        left = sum(expected[key][1]["bytes"] for key in todo)
+        if left >= ANNOUNCED_BYTES:
+            say(f"checking {left / 1e9:.1f} GB of the cache at {location} against its commits")
         found = progress(
-            pool.map(lambda key: file_problem(location, key, expected[key][1]), todo),
+            pool.map(lambda key: _check(location, key, expected[key][1]), todo),
             "checking the cache",
             total=len(todo),
             show=left >= ANNOUNCED_BYTES,
         )
-        problems = dict(zip(todo, found, strict=True))
+        results = dict(zip(todo, found, strict=True))
     if remember and todo:
-        right = {
-            key: [*stamp[0], expected[key][1]["sha256"]]
-            for key, stamp in stamps.items()
-            if not problems.get(key) and stamp and stamp[1] < begin - SETTLED_SECONDS
+        right = {key: known[key] for key in expected if same[key]} | {
+            key: [*digest.stamp, digest.sha256]
+            for key, (problem, digest) in results.items()
+            if not problem and digest and digest.changed < begin - SETTLED_SECONDS
         }
         with contextlib.suppress(OSError):  # then the next opening takes as long as this one
             memory.parent.mkdir(parents=True, exist_ok=True)
             write_json(memory, {"cache": location.identity, "files": right})
-    return {key: (expected[key][0], problem) for key, problem in problems.items() if problem}
+    return {key: (expected[key][0], problem) for key, (problem, _) in results.items() if problem}
 
 
-def file_problem(location: Location, key: str, expected: dict[str, Any]) -> str | None:
-    """What is wrong with a shard's file; None: nothing."""
-    size = location.size(key)
-    if size is None:
-        return "missing"
-    if size != expected["bytes"]:
-        return f"{size} bytes, committed with {expected['bytes']}"
+def _check(location: Location, key: str, expected: dict[str, Any]) -> tuple[str, Digest | None]:
+    """(what is wrong with a shard's file or "", what it holds)."""
     try:
-        sha256 = location.sha256(key)
+        found = location.digest(key)
     except OSError as error:
-        return f"does not read ({error.strerror})"
-    return None if sha256 == expected["sha256"] else _other("sha256", sha256, expected["sha256"])
+        return f"does not read ({error.strerror})", None
+    if found is None:
+        return "missing", None
+    if found.bytes != expected["bytes"]:
+        return f"{found.bytes} bytes, committed with {expected['bytes']}", found
+    if found.sha256 != expected["sha256"]:
+        return _other("sha256", found.sha256, expected["sha256"]), found
+    return "", found
 
 
 def _other(what: str, got: str, expected: str) -> str:

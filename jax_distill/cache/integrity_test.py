@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jax_distill.base.errors import RunError, UserError
-from jax_distill.cache import Cache, Location, create, integrity, shard_file
+from jax_distill.cache import Cache, create, integrity, shard_file
 from jax_distill.cache.documents import Commit, Head, head_key
 from jax_distill.cache.fingerprint import vocabulary_fingerprint
+from jax_distill.cache.location import Folder
 from jax_distill.cache.manifest import digest
 from jax_distill.cache_test import folder_bytes, small, vocabulary
 from jax_distill.data.tokenizer import Tokenizer, train_tokenizer
@@ -53,8 +54,8 @@ def test_what_was_found_right_is_not_read_again_until_it_changes(tmp_path, monke
     monkeypatch.setattr(integrity, "REMEMBERED_BYTES", 0)
     monkeypatch.setattr(integrity, "SETTLED_SECONDS", -1e9)
     read = []
-    sha256 = Location.sha256
-    monkeypatch.setattr(Location, "sha256", lambda self, key: read.append(key) or sha256(self, key))
+    hashed = Folder.digest
+    monkeypatch.setattr(Folder, "digest", lambda self, key: read.append(key) or hashed(self, key))
     cache = cache_in(tmp_path / "cache")
     files = [shard_file(cache.manifest, name, s) for name in cache._arrays for s in range(3)]
     for expected in (files, [], []):

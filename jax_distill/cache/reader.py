@@ -90,7 +90,7 @@ class Cache:
             return open_array(self.location, name, self.manifest, rows=self.head.rows or None)
         except ValueError as error:
             key = metadata_key(name)
-            found = "that does not fit the manifest" if self.location.size(key) else "nothing there"
+            found = "that does not fit the manifest" if self.location.read(key) else "nothing there"
             raise RunError(
                 f"expected a whole {key} in the cache at {self.path}, got one {found}: "
                 f"{one_line(error)}; delete that file and {RERUN}"
@@ -328,7 +328,8 @@ class Cache:
             reads = {name: self._arrays[name][rows].read() for name in names}
             return {name: read.result() for name, read in reads.items()}
         except ValueError as error:
-            raise RunError(self._name_damage(rows, str(error))) from error
+            away = self.location.unreachable(error)
+            raise RunError(away or self._name_damage(rows, str(error))) from error
 
     def _name_damage(self, rows: np.ndarray, reason: str) -> str:
         """Which shard file of those a failed read touched is the bad one, and what to do."""

@@ -9,7 +9,7 @@ import tensorstore as ts
 
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
-from jax_distill.base.files import Lock
+from jax_distill.base.json_object import one_line
 from jax_distill.batch import EncodedTopK
 from jax_distill.cache.arrays import LEVEL, metadata_key, open_array, shard_file
 from jax_distill.cache.documents import (
@@ -22,7 +22,7 @@ from jax_distill.cache.documents import (
     read_commits,
     read_state,
 )
-from jax_distill.cache.location import Location, one_line, sha256_hex
+from jax_distill.cache.location import Location, WriterLock, sha256_hex
 from jax_distill.cache.manifest import LARGEST_TOP_K, Manifest, refuse_other_cache
 
 LARGEST_GAP = 65504.0  # float16's largest; larger ones are clamped to it
@@ -42,7 +42,7 @@ class Writer:
         location: Location,
         manifest: Manifest,
         rows: int | None,
-        lock: Lock | None,
+        lock: WriterLock | None,
         level: int = LEVEL,
     ):
         state = read_state(location)

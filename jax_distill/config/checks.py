@@ -21,6 +21,12 @@ from jax_distill.config.typed import flatten
 def derived(config: Config, name: str) -> Config:
     """Fill the defaults that depend on other fields, and refuse what cannot be meant."""
     output_dir = config.output_dir or f"runs/{name}"
+    if "://" in output_dir:
+        raise UserError(
+            f"expected output_dir as a folder of this machine, got {output_dir}: checkpoints, "
+            "metrics and the lock of a run are files; copy the folder of a finished run there, and "
+            "set cache.path alone to an object store"
+        )
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
     train, loss = config.train, config.loss
@@ -244,7 +250,8 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
         train.save_every train.keep train.ce_baseline_learning_rate evaluate.sample_tokens
-        mesh.num_processes mesh.heartbeat_seconds student.from_teacher.parameters
+        mesh.num_processes mesh.heartbeat_seconds mesh.join_seconds
+        student.from_teacher.parameters
         student.from_teacher.intermediate_size student.from_teacher.num_key_value_heads
         student.from_teacher.hidden_size student.from_teacher.calibration_rows""",
     ),

@@ -147,7 +147,8 @@ class CacheConfig:
     """The top-K cache, `<path>/train` and `<path>/heldout`.
 
     Attributes:
-        path: a folder. Default: `<output_dir>/cache`.
+        path: a folder, or one of an object store, `s3://BUCKET/FOLDER` (docs/CACHE.md). Default:
+            `<output_dir>/cache`.
         top_k: K, logits kept per position.
         top_p: keep of the K as many as reach this probability at the first of `temperatures`; null
             keeps all.
@@ -385,6 +386,7 @@ class MeshConfig:
         num_processes: how many; null is what the cluster says.
         process_id: which of them this is, from 0; null is what the cluster says.
         heartbeat_seconds: after so long without a sign of one process, all the others end.
+        join_seconds: how long processes wait at the start for all of them to come.
     """
 
     data: int = -1
@@ -395,6 +397,7 @@ class MeshConfig:
     num_processes: int | None = None
     process_id: int | None = None
     heartbeat_seconds: int = 60
+    join_seconds: int = 120
 
     @property
     def axes(self) -> dict[str, Any]:

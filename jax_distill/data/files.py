@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import gzip
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +52,28 @@ def opened(file: Path) -> Iterator[Any]:
             with gzip.open(file, "rb") as stream:
                 yield stream
         else:
-            with arrow_library(str(file)).input_stream(str(file), compression="zstd") as stream:
-                yield stream
+            arrow = arrow_library(str(file))
+            with arrow.input_stream(str(file), compression="zstd") as stream:
+                yield io.BufferedReader(_Raw(stream), _PIECE)
     except _DAMAGE as error:
         raise UserError(
             f"{file}: expected a file that decompresses, got: {one_line(error)}; re-download it"
         ) from None
+
+
+class _Raw(io.RawIOBase):
+    """A stream of pyarrow's, which has neither lines nor a position, for io.BufferedReader."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, str]]:

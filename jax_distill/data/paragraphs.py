@@ -9,6 +9,7 @@ import numpy as np
 _CHARACTERS = 80  # a shorter one may repeat
 SLOTS = 1 << 24  # at most: 256 MiB
 _FULL = 0.7  # of the slots; beyond it a search gets long
+_PROBES = 16  # slots looked at together
 
 
 class SeenParagraphs:
@@ -56,20 +57,22 @@ class SeenParagraphs:
     def _insert(self, keys: np.ndarray) -> np.ndarray:
         """Which of different keys [n,2] were not there: bool [n]. They are then, if not full."""
         new, left = np.zeros(len(keys), bool), np.arange(len(keys))
-        may_add, mask = not self.is_full, np.uint64(len(self._table) - 1)
-        slots = keys[:, 0] & mask
+        may_add, last = not self.is_full, len(self._table) - 1
+        slots = (keys[:, 0] & np.uint64(last)).astype(np.int64)
         while len(left):
-            there = self._table[slots[left]]
-            empty = ~there.any(axis=1)
-            found = (there == keys[left]).all(axis=1)
+            window = slots[left, None] + np.arange(_PROBES) & last
+            there = self._table[window]
+            found = (there == keys[left, None]).all(axis=2).any(axis=1)
+            empty = ~there.any(axis=2)  # a key that is there stands before the first one
+            ends = ~found & empty.any(axis=1)
+            won = left[ends]
             if may_add:
-                self._table[slots[left[empty]]] = keys[left[empty]]
-                won = empty & (self._table[slots[left]] == keys[left]).all(axis=1)
-            else:
-                won = empty
-            new[left[won]] = True
-            left = left[~(won | found)]
-            slots[left] = (slots[left] + np.uint64(1)) & mask
+                free = window[ends, empty[ends].argmax(axis=1)]
+                self._table[free] = keys[won]
+                won = won[(self._table[free] == keys[won]).all(axis=1)]  # one of two that met there
+            new[won] = True
+            slots[left[~(found | ends)]] += _PROBES
+            left = left[~(found | new[left])]
         self._count += int(new.sum()) if may_add else 0
         return new
 
