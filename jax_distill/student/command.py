@@ -1,7 +1,9 @@
 """Command line of `make_student`."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 
 from jax_distill import hf
@@ -22,6 +24,14 @@ WIDTHS = {
 }
 
 
+def parameter_count(text: str) -> int:
+    """A whole number above 0, also as 3.2e9; argparse's `type`."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?[eE]\d{1,2}", text):
+        value = Decimal(text)
+        text = str(int(value)) if value == int(value) else text
+    return above_zero(text)
+
+
 def main(argv: Sequence[str]) -> None:
     """Cut a student from a teacher, as the options say."""
     parser = CommandLine("jax_distill.student")
@@ -30,8 +40,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--layers", help="the teacher's layers that stay, e.g. 0,5")
     parser.add_argument(
         "--parameters",
-        type=above_zero,
-        help="at most this many: fewer layers, or with --layers narrower MLPs",
+        type=parameter_count,
+        help="at most this many, such as 3.2e9: fewer layers, or with --layers narrower MLPs",
     )
     for name, words in WIDTHS.items():
         parser.add_argument(f"--{name}", type=above_zero, help=words)

@@ -1,6 +1,7 @@
 """A narrower student against its definition, the teacher with the rest at 0; and what importance
 is, from its formulas in float64."""
 
+import argparse
 import dataclasses
 import json
 
@@ -15,6 +16,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.config import Config, FromTeacher, StudentConfig, TeacherConfig
 from jax_distill.importance import layer_importance, most_important, width_importance
 from jax_distill.model import Decoder, count_parameters
+from jax_distill.student.command import parameter_count
 from jax_distill.teacher_test import hf_folder, manifest, model_config, random_model, single_rows
 from jax_distill.teacher_test import write as write_cache
 
@@ -192,6 +194,13 @@ def test_one_rule_says_what_a_number_of_parameters_decides():
         shape(layers=[0, 9], parameters=20_000)
     with pytest.raises(UserError, match="hidden_size from 1 to the teacher's 32, got 33; lower it"):
         shape(hidden_size=33)
+
+
+def test_a_number_of_parameters_may_be_written_short():
+    assert [*map(parameter_count, ("3.2e9", "2E6", "17"))] == [3_200_000_000, 2_000_000, 17]
+    for wrong in ("1.5", "1.25e1", "0e3", "-1e3", "nan", "1e999"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number above 0"):
+            parameter_count(wrong)
 
 
 def test_what_experts_have_no_meaning_for_is_refused_by_name():
