@@ -22,8 +22,8 @@ from jax_distill.data import (
     train_tokenizer,
 )
 from jax_distill.data import corpus as corpus_module
+from jax_distill.data.hub import hub_fingerprint
 from jax_distill.data.paragraphs import SeenParagraphs
-from jax_distill.data.readers import hub_fingerprint
 
 PROSE = [f"Document {i} says that {i * i} is the square of {i}. " * 4 for i in range(60)]
 
@@ -508,3 +508,24 @@ def test_hub_reads_a_data_set_or_names_the_pip_line(tmp_path, tokenizer, monkeyp
     for path, message in ((f"{tmp_path}::valid", "valid"), ("no/such", "no/such")):
         with pytest.raises(UserError, match=message):
             read(path, tokenizer, format="hub")
+
+
+def test_the_first_rows_of_a_hub_data_set_are_streamed_and_kept(tmp_path, tokenizer, monkeypatch):
+    """Not much more is read than they take: the last file of the set is none."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train-0.jsonl", [{"text": text} for text in PROSE])
+    write_jsonl(folder / "train-1.jsonl", [{"text": text} for text in PROSE * 100])
+    (folder / "train-2.jsonl").write_text("[this is no JSON")
+    path = f"{folder}:default:train[:20]"
+    corpus = read(path, tokenizer, format="hub")
+    assert texts_of(corpus.train, tokenizer) == {text + "<|endoftext|>" for text in PROSE[:20]}
+    before = hub_fingerprint(path)
+    assert before == hub_fingerprint(path) != hub_fingerprint(f"{folder}:default:train[:19]")
+    with pytest.raises(UserError, match="expected the hub data set .*set, got"):
+        read(str(folder), tokenizer, format="hub")
+    with pytest.raises(UserError, match="expected the hub data set no/such:default:train.:3.*got"):
+        read("no/such:default:train[:3]", tokenizer, format="hub")

@@ -7,19 +7,21 @@ config.json. A field that no code reads is an error (a test looks for each of th
 from jax_distill.config.checks import check_cut
 from jax_distill.config.describe import json_schema
 from jax_distill.config.grid import read_grid
-from jax_distill.config.loading import load, read_yaml, run_configured
-from jax_distill.config.schema import (
+from jax_distill.config.inputs import (
     CacheConfig,
-    Config,
     DataConfig,
-    EvaluateConfig,
     FromTeacher,
-    LossConfig,
-    MeshConfig,
-    OptimizerConfig,
     Source,
     StudentConfig,
     TeacherConfig,
+)
+from jax_distill.config.loading import load, read_yaml, run_configured
+from jax_distill.config.schema import (
+    Config,
+    EvaluateConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
     TrainConfig,
     as_dict,
     save,

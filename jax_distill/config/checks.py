@@ -6,15 +6,8 @@ import re
 from collections.abc import Callable
 
 from jax_distill.base.errors import UserError
-from jax_distill.config.schema import (
-    Config,
-    FromTeacher,
-    LossConfig,
-    MeshConfig,
-    OptimizerConfig,
-    StudentConfig,
-    as_dict,
-)
+from jax_distill.config.inputs import FromTeacher, StudentConfig
+from jax_distill.config.schema import Config, LossConfig, MeshConfig, OptimizerConfig, as_dict
 from jax_distill.config.typed import flatten
 
 

@@ -36,6 +36,7 @@ from jax_distill.data.builtin import gather, read_builtin
 from jax_distill.data.conversation import messages_of
 from jax_distill.data.document import Raw
 from jax_distill.data.files import COMPRESSED, data_suffix, numbered_lines, paragraphs
+from jax_distill.data.hub import hub_rows
 from jax_distill.data.tables import SUFFIXES as _TABLES
 from jax_distill.data.tables import files_of_data_sets, table_rows
 
@@ -50,8 +51,7 @@ def read_raw(path: str, *, format: str, eos_id: int | None = None) -> Iterator[R
 
     Args:
         path: file, folder (its data files, recursively), `builtin:…` or, with format hub,
-            `owner/name`, `owner/name:config` or `owner/name:config:split` (default: train; slices
-            such as `train[:1%]` are the hub's own).
+            what `hub.hub_rows` takes: `owner/name:config:split`, `train[:1%]`, `train[:10000]`.
         format: as `data.format`. `auto`, file by file: .npy is tokens; .jsonl, .ndjson, .json,
             .parquet and .arrow go by the keys of their first line or row; anything else is text.
         eos_id: ends the documents of a 1-D token array.
@@ -327,13 +327,8 @@ def _ended(array: np.ndarray, eos_id: int) -> Iterator[tuple[int, int]]:
         yield begin, len(array)
 
 
-def hub_fingerprint(path: str) -> str:
-    """What `datasets` keeps a data set apart by: its name, split and the revision of its files."""
-    return str(_hub_rows(path)._fingerprint)
-
-
 def _hub(path: str) -> Iterator[Raw]:
-    for index, row in enumerate(_hub_rows(path)):
+    for index, row in enumerate(hub_rows(path)):
         kind = _kind(row)
         if kind is None:
             raise UserError(
@@ -341,21 +336,3 @@ def _hub(path: str) -> Iterator[Raw]:
                 f"got {', '.join(row)}; rename it and give it as JSONL"
             )
         yield _content(row, kind, f"{path} row {index}")
-
-
-def _hub_rows(path: str) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"expected the package datasets for the hub data set {path}; "
-            f"run: pip install 'jax-distill[hub]'"
-        ) from None
-    name, config, split = (path.split(":", 2) + ["", ""])[:3]
-    try:
-        return datasets.load_dataset(name, config or None, split=split or "train")
-    except Exception as error:  # many kinds: no network, no such set, no such split
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"expected the hub data set {path}, got: {reason}; check its name and the network"
-        ) from None

@@ -9,7 +9,8 @@ from typing import Any
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.config import Source
 from jax_distill.data.builtin import builtin_versions
-from jax_distill.data.readers import hub_fingerprint, source_files
+from jax_distill.data.hub import hub_fingerprint
+from jax_distill.data.readers import source_files
 from jax_distill.data.tokenizer import Tokenizer
 
 # To be raised when the same input comes to give other documents.
