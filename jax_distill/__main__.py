@@ -20,6 +20,7 @@ COMMANDS = MappingProxyType(
     {
         "train": "from a teacher to a distilled student",
         "teacher": "write the cache: the teacher runs once",
+        "import_logprobs": "write the cache from logprobs made elsewhere",
         "data": "the first rows of its text, as the models see them",
         "student": "cut a student from a teacher",
         "evaluate": "students against the teacher on held-out text",
@@ -39,7 +40,13 @@ OWN = MappingProxyType(
         "completion": "print what makes bash complete commands and options",
     }
 )
-WITH_OPTIONS = ("train", "teacher", "data", "plan")  # that take the keys of a configuration
+WITH_OPTIONS = (
+    "train",
+    "teacher",
+    "import_logprobs",
+    "data",
+    "plan",
+)  # that take the keys of a configuration
 CASES = MappingProxyType(
     {
         "quickstart": "a small teacher on text that every Python has, minutes on a CPU",
@@ -67,7 +74,7 @@ complete -o filenames -F _jax_distill jax-distill
 def usage() -> str:
     """What `--help` prints."""
     lines = ["usage: jax-distill COMMAND …   (COMMAND --help says more; --version)", ""]
-    lines += [f"  {name:<11}{words}" for name, words in {**COMMANDS, **OWN}.items()]
+    lines += [f"  {name:<17}{words}" for name, words in {**COMMANDS, **OWN}.items()]
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The small commands: what they refuse, in one line, before any work; what they never lose."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -61,7 +62,7 @@ def run(config, tmp_path) -> Path:
     config = dataclasses.replace(config, student=cut)
     save(config, folder / "config.yaml")
     place = Path(config.teacher.path)
-    start = student.make_student(place, folder / "student", layers=[0], parameters=None)
+    start = student.make_student(place, folder / "student", FromTeacher(layers=[0]))
     model = hf.load_model(start)
     params = nnx.state(model, nnx.Param)
     with Checkpoints(folder / "checkpoints", keep=2, seed=config.seed) as saved:
@@ -129,6 +130,23 @@ def test_export_writes_over_its_own_folder_and_over_no_other(run, tmp_path, monk
     assert snapshot(tmp_path) == before
 
 
+def test_a_push_is_refused_before_the_work_or_leaves_what_was_written(run, tmp_path, monkeypatch):
+    """huggingface_hub's own client, and nobody at the other end."""
+    out = tmp_path / "out"
+    for repo in ("name", "a/b/c", "../x", "owner/a--b", "owner/name.git", f"o/{'n' * 99}"):
+        said = refusal("export", run, out, "--push", repo)
+        assert "expected a hub id owner/name for --push" in said, said
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "pip install 'jax-distill[hub]'" in refusal("export", run, out, "--push", "o/n")
+    assert not out.exists()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", "hf_nobody")
+    with pytest.raises(RunError, match="expected to push .* to o/n, got .*; the folder is written"):
+        export.main([str(run), str(out), "--push", "o/n"])
+    hf.load_model(out)
+
+
 def test_a_run_whose_configuration_was_emptied_is_refused(run, tmp_path):
     for text in ("", "seed: 1\n", "\x80"):
         (run / "config.yaml").write_text(text, "latin-1")
@@ -160,13 +178,13 @@ def test_a_student_killed_half_made_leaves_nothing_at_its_place(config, tmp_path
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(student, "_copy_weights", killed)
-    options = {"layers": [0], "parameters": None}
+    monkeypatch.setattr(student.cutting, "_copy_weights", killed)
+    cut = FromTeacher(layers=[0])
     with pytest.raises(KeyboardInterrupt):
-        student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
+        student.make_student(Path(config.teacher.path), tmp_path / "out", cut)
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    student.make_student(Path(config.teacher.path), tmp_path / "out", **options)
+    student.make_student(Path(config.teacher.path), tmp_path / "out", cut)
     hf.load_model(tmp_path / "out")
 
 

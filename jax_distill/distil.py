@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jax_distill import (
+    by_source,
     doctor,
     evaluate,
     export,
@@ -120,6 +122,18 @@ def final_evaluation(
         disagreements=disagreements,
     )
     evaluate.print_table(table)
+    apart = {}
+    for source, own in by_source.source_caches(config, teacher_folder).items():
+        apart[source] = evaluate.test_table(
+            teacher_model,
+            students,
+            own,
+            np.arange(own.rows),
+            batch_size=config.teacher.batch_size,
+            chunk_size=config.loss.chunk_size,
+            mesh=mesh,
+        )
+        evaluate.print_table(apart[source], f"held out of {source}")
     written = samples.continuations(
         {"teacher": teacher_model, **students},
         cache,
@@ -130,7 +144,8 @@ def final_evaluation(
     )
     samples.print_samples(written)
     furthest = disagreements.found()
-    return {"table": table, "shown": {"samples": written, "disagreements": furthest}}
+    shown = {"samples": written, "disagreements": furthest}
+    return {"table": table, "shown": shown | ({"test_by_source": apart} if apart else {})}
 
 
 def distil(config: Config, run: Run, mesh: Mesh) -> None:
@@ -139,11 +154,21 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     teacher_files, teacher_folder = processes.primary_first(lambda: teacher.teacher_folders(config))
     trained = run.trained
 
-    def prepare() -> list[str]:
-        return [*map(str, student.prepare(config, run.path, teacher_files, trained=trained))]
+    def prepare(cache: Cache | None = None) -> tuple[Path, Path]:
+        def made() -> list[str]:
+            both = student.prepare(config, run.path, teacher_files, trained=trained, cache=cache)
+            return [*map(str, both)]
 
-    start, folder = map(Path, processes.from_primary(prepare))
-    architecture = hf.model_config(hf.read_config(folder))
+        start, folder = map(Path, processes.from_primary(made))
+        return start, folder
+
+    cut = config.student.from_teacher
+    by_rows = cut is not None and cut.reads_rows  # what stays is measured over the cache's rows
+    if by_rows:
+        architecture = student.planned_architecture(config).model
+    else:
+        start, folder = prepare()
+        architecture = hf.model_config(hf.read_config(folder))
     models_run = [(architecture, config.train.compute_dtype)]
     depth = None
     if teacher_folder:
@@ -156,6 +181,8 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         say(f"hidden states: {hidden.kind} of the student's layers to the teacher's, {shown}")
     doctor.check(config, models_run)
     train_cache, heldout_cache = teacher.write_caches(config)
+    if by_rows:
+        start, folder = prepare(train_cache)
     run.use_cache(train_cache.manifest.fingerprint)
 
     # 2. What the end would refuse is refused now.

@@ -576,7 +576,8 @@ def test_a_second_process_finds_compiled_programs_and_writes_the_trace_asked_for
 
 @pytest.fixture(scope="module")
 def mixed(folder, finished) -> Path:
-    """A run on three parts of token arrays and one of text, on a card of 1 TFLOP/s."""
+    """A run on three parts of token arrays and one of text, on a card of 1 TFLOP/s; its student is
+    narrower, by importance over these rows."""
     rng = np.random.default_rng(1)
     arrays = rng.integers(150, 300, (150, 20), dtype=np.uint16)
     np.save(folder / "tokens.npy", arrays)
@@ -587,6 +588,9 @@ def mixed(folder, finished) -> Path:
     config = make_config(
         folder,
         output_dir=str(folder / "mixed"),
+        student=StudentConfig(
+            from_teacher=FromTeacher(layers=[0], num_key_value_heads=1, hidden_size=24)
+        ),
         cache=dataclasses.replace(make_config(folder).cache, path=str(folder / "mixed/cache")),
     )
     path = [Source(str(folder / "tokens.npy"), 3.0), Source(str(folder / "words.jsonl"), 1.0)]
@@ -609,7 +613,24 @@ def test_token_arrays_and_text_are_trained_on_in_the_shares_asked_for(mixed):
     assert abs(of_arrays - 3 * (len(tokens) - of_arrays)) <= 3 * 40  # a document more or less
     rows = json.loads((mixed / "summary.json").read_text())["test"]
     assert rows["student"]["kl"] < rows["student_before"]["kl"]
-    hf.load_model(mixed / "export")
+    config = hf.load_model(mixed / "export").config
+    assert (config.num_key_value_heads, config.hidden_size, config.head_dim) == (1, 24, 8)
+
+
+def test_a_mixture_has_its_table_by_source(folder, mixed):
+    summary = json.loads((mixed / "summary.json").read_text())
+    arrays, words = (str(folder / name) for name in ("tokens.npy", "words.jsonl"))
+    assert list(summary["test_by_source"]) == [arrays, words]
+    for number, table in enumerate(summary["test_by_source"].values()):
+        assert table.keys() == summary["test"].keys()
+        cache = Cache.open(str(mixed / f"cache/by_source/{number}/heldout"))
+        rows = cache.read(range(cache.rows), targets=False)
+        of_arrays = rows.tokens[rows.mask] >= 150
+        assert of_arrays.all() if number == 0 else not of_arrays.any()
+        bars = [each["teacher"]["cross_entropy"] for each in (table, summary["test"])]
+        assert bars[0] != bars[1]
+    page = (mixed / "report.html").read_text()
+    assert "<h2>By source</h2>" in page and page.count(f"<td>{words}</td>") == 3
 
 
 def test_mfu_is_the_counted_operations_over_the_peak_of_all_devices(mixed, finished):

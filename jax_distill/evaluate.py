@@ -208,9 +208,9 @@ def _check_finite(finite: np.ndarray, name: str, cache: Cache, rows: np.ndarray)
         )
 
 
-def print_table(table: Mapping[str, Mapping[str, float]]) -> None:
+def print_table(table: Mapping[str, Mapping[str, float]], what: str = "test table") -> None:
     """The table as people read it."""
-    shown = Table(title="test table: KL over the whole vocabulary, temperature 1")
+    shown = Table(title=f"{what}: KL over the whole vocabulary, temperature 1")
     shown.add_column("model")
     # In three lines each: 80 characters hold the table.
     heads = (

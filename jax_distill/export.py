@@ -1,6 +1,7 @@
 """A trained student as a Hugging Face folder that transformers and vLLM load.
 
-`python -m jax_distill.export RUN OUT [--step N | --step best]` takes a checkpoint of a run.
+`python -m jax_distill.export RUN OUT [--step N | --step best] [--push OWNER/NAME]` takes a
+checkpoint of a run.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
 from jax_distill.cache import read_manifest
 from jax_distill.config import as_dict, load, read_mapping
+from jax_distill.hf.push import check_repo, push_folder
 from jax_distill.hidden_layers import PROJECTION
 from jax_distill.model import Decoder, count_parameters
 from jax_distill.model_folder import (
@@ -159,7 +161,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--unverified", action="store_true", help="also a checkpoint whose hashes are missing"
     )
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="and upload it to the Hugging Face hub (extra hub)"
+    )
     options = parser.parse_args(argv)
+    if options.push is not None:
+        check_repo(options.push)
     run_config(options.run)
     student = options.run / STUDENT_FOLDER
     check_folder(options.out, student, options.run)
@@ -168,6 +175,8 @@ def main(argv: Sequence[str]) -> None:
     card = card_at(options.run, step, model)
     write_folder(options.out, model, student=student, dtype=dtype, card=card)
     say(f"wrote {options.out}: step {step}, {dtype}")
+    if options.push is not None:
+        say(f"pushed: {push_folder(options.out, options.push)}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from jax_distill.training.offload import check_host_memory
 from jax_distill.training.program import Programs, make_programs, step_flops_per_token
 from jax_distill.training.projection import add_projection, without_projection
 from jax_distill.training.state import TrainState, make_state
+from jax_distill.wandb_log import open_wandb
 
 REQUIRED = ("loss", "gradient_norm")  # NaN elsewhere means: not computed without a teacher
 
@@ -240,7 +241,9 @@ def fit(
     del model
     if not evaluate.validation_rows(caches[1]).size:
         say("no validation rows to choose by: the best checkpoint is the last")
-    metrics = Metrics(folder, resume_step=first) if processes.is_primary_process() else None
+    metrics = None
+    if processes.is_primary_process():
+        metrics = Metrics(folder, resume_step=first, wandb=open_wandb(config, folder))
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
     trace = Trace(folder / "profile", train.profile_steps)
     run = Steps(programs, mesh, tokens=tokens, flops=flops)

@@ -7,6 +7,7 @@ import pytest
 from jax_distill import hf, student
 from jax_distill.base.errors import UserError
 from jax_distill.importance import layer_importance, most_important
+from jax_distill.model import count_parameters
 from jax_distill.teacher_test import hf_folder, manifest, model_config, random_model, single_rows
 from jax_distill.teacher_test import write as write_cache
 
@@ -42,11 +43,11 @@ def test_importance_is_its_definition_and_the_student_keeps_the_most_important(
 
     folder = hf_folder(tmp_path / "teacher", num_hidden_layers=DEPTH)
     hf.save_weights(folder, model, model.config)
-    size = student.count_parameters(model_config(num_hidden_layers=3))
+    size = count_parameters(model_config(num_hidden_layers=3))
     words = ["--teacher", str(folder), "--out", str(tmp_path / "s"), "--importance", cache.path]
     student.main([*words, "--parameters", str(size)])
     assert "student.from_teacher.layers '[0, 1, 3]'" in capsys.readouterr().out
     got = hf.load_model(tmp_path / "s").layers.mlp.up_proj.weight[...]
     np.testing.assert_array_equal(got, model.layers.mlp.up_proj.weight[...][np.array([0, 1, 3])])
-    with pytest.raises(UserError, match="expected --parameters with --importance"):
+    with pytest.raises(UserError, match="expected --parameters or a width with --importance"):
         student.main([*words, "--layers", "0"])

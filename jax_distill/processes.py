@@ -12,7 +12,9 @@ import itertools
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -49,12 +51,15 @@ def started(
     num_processes: int | None = None,
     process_id: int | None = None,
     heartbeat_seconds: int = 60,
+    join_seconds: int = 120,
 ) -> Iterator[None]:
     """Join the other processes, before any use of a backend; all but the first are silent.
 
     Arguments: `MeshConfig`'s. Where one of the first three is left out, the cluster says it
     (Slurm, Open MPI, Kubernetes), and a process has one of its host's devices; where all are
     given, it has all that it sees. No address: nothing happens.
+
+    Where not all have come after `join_seconds`, those that wait end: one line, exit code 1.
 
     A process that fails ends at once, without waiting for the others: they end after
     `heartbeat_seconds`, which is also how long they wait for each other at the end.
@@ -71,15 +76,18 @@ def started(
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(
-            None if coordinator_address == "auto" else coordinator_address,
-            num_processes,
-            process_id,
-            cluster_detection_method="deactivate" if known else None,
-            # Less, since the service takes a while to see it and to say so to the others.
-            heartbeat_timeout_seconds=max(1, heartbeat_seconds * 4 // 5),
-            shutdown_timeout_seconds=heartbeat_seconds,
-        )
+        with _at_most(join_seconds):
+            jax.distributed.initialize(
+                None if coordinator_address == "auto" else coordinator_address,
+                num_processes,
+                process_id,
+                cluster_detection_method="deactivate" if known else None,
+                # Its own end of the wait is an abort without our words: it never comes to that.
+                initialization_timeout=10 * join_seconds,
+                # Less, since the service takes a while to see it and to say so to the others.
+                heartbeat_timeout_seconds=max(1, heartbeat_seconds * 4 // 5),
+                shutdown_timeout_seconds=heartbeat_seconds,
+            )
     except (ValueError, TypeError) as error:
         raise UserError(
             "expected a cluster that says which process this is (Slurm, Open MPI, Kubernetes), got "
@@ -103,6 +111,47 @@ def started(
         raise _lost(error, heartbeat_seconds) from None
 
 
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """End this process where the block takes longer. Only a thread can: the block is C++."""
+
+    done = threading.Event()
+
+    def end() -> None:
+        line = _missing(seconds)
+        if not done.is_set():
+            print(f"failed: {line}", file=sys.stderr)
+            _leave(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        timer.cancel()
+
+
+def _missing(seconds: float) -> str:
+    """Why the processes have not found each other, in one line that names the address."""
+    state = _state()
+    address = state.coordinator_address or "what the cluster says"
+    line = f"expected all processes at {address} within {seconds:g} s (mesh.join_seconds), got "
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, ValueError) as error:
+        return line + (
+            f"no answer there: {one_line(error)}; check that mesh.coordinator_address is the first "
+            "process's host and a port that no firewall closes, and that it is started"
+        )
+    return line + (
+        f"fewer than {state.num_processes}; check that all are started, each with its own "
+        "mesh.process_id, and look at the logs of those that have ended"
+    )
+
+
 def _leave(code: int) -> None:
     """JAX's own way out waits for the others, who may be waiting for this process."""
     sys.stdout.flush()
@@ -124,12 +173,16 @@ def _lost(error: BaseException, heartbeat_seconds: int) -> RunError:
     return RunError(f"{line}; see the other processes' logs, and re-run the same command to resume")
 
 
-def _client() -> Any:
+def _state() -> Any:
     # JAX has no public way to its coordination service; Orbax takes the same one. A collective
     # would do for values, but on CPUs it gives up on a process that is 30 s late.
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def _client() -> Any:
+    return _state().client
 
 
 def from_primary(make: Callable[[], T]) -> T:

@@ -1,6 +1,10 @@
 """Several processes' agreement: what it is in a single one, and who does what. Real ones:
 several_processes_test.py."""
 
+import socket
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -27,6 +31,42 @@ def test_auto_outside_of_a_cluster_is_refused(monkeypatch):
     with pytest.raises(UserError, match="expected a cluster that says which process this is"):
         with processes.started(coordinator_address="auto"):
             pass
+
+
+WAITING = """
+import sys
+from jax_distill import processes
+with processes.started(coordinator_address=sys.argv[1], num_processes=2,
+                       process_id=int(sys.argv[2]), join_seconds=1):
+    print("joined")
+"""
+
+
+def test_processes_that_do_not_find_each_other_end_with_the_address():
+    """The second one alone, which no one answers, and the first one alone, which no one joins."""
+
+    def free_address() -> str:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            return f"localhost:{free.getsockname()[1]}"
+
+    addresses = [free_address(), free_address()]
+    waiting = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, address, str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, address in enumerate(addresses)
+    ]
+    said = [each.communicate()[0] for each in waiting]
+    assert [each.returncode for each in waiting] == [1, 1], said
+    for line, address, got in zip(
+        said, addresses, ("fewer than 2", "no answer there"), strict=True
+    ):
+        assert line.startswith(f"failed: expected all processes at {address} within 1 s"), line
+        assert got in line and line.count("\n") == 1
 
 
 def test_processes_share_rows_by_their_devices():
@@ -67,5 +107,5 @@ def test_missing_shards_are_shared_out_and_all_run_as_many_batches(parts):
     assert all(each == batches[0] for each in batches)
     for turns in found:
         assert all(shard is None or shard.rows <= 4 * count for shard, count in turns)
-    for work in every:
-        assert sum(batches[0]) - 1 <= work.expected_batches <= sum(batches[0])
+    # Of the 43 rows that are missing it is taken that the last shard alone is short.
+    assert all(abs(work.expected_batches - sum(batches[0])) <= 1 for work in every)

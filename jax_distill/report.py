@@ -23,8 +23,17 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import FIGURES, check_new_file
 from jax_distill.cache.manifest import differences as changed_values
 from jax_distill.config import read_mapping
-from jax_distill.html_tables import as_text, disagreements_html, samples_html, table_html
-from jax_distill.model_folder import CE_ONLY, model_name
+from jax_distill.html_tables import (
+    MACHINE,
+    as_text,
+    by_source_html,
+    disagreements_html,
+    machine_html,
+    samples_html,
+    table_html,
+    test_table_html,
+)
+from jax_distill.model_folder import CE_ONLY
 from jax_distill.run import read_metrics, read_run_manifest, read_summary
 
 CURVES = {
@@ -35,17 +44,11 @@ CURVES = {
     "gradient_norm": "gradient norm",
     "learning_rate": "learning rate",
     "tokens_per_second": "tokens/s",
+    "teacher_mass": "retained mass: the teacher's probability of its top K",
+    "student_mass": "the student's probability of the same tokens",
 }
 
 COMPARED = ("loss", "kl", "cross_entropy", "top1_agreement", "gradient_norm", "learning_rate")
-TEST_TABLE = {
-    "kl": "KL to teacher",
-    "cross_entropy": "cross-entropy",
-    "perplexity": "perplexity",
-    "top1_agreement": "top-1 agreement",
-    "acceptance_rate": "acceptance rate",
-    "calibration_error": "calibration error",
-}
 EPSILON = 2.0**-23  # of fp32: the smallest relative difference there is
 
 CONFIGURATION = "the configuration of the run"  # what messages call config.yaml
@@ -252,15 +255,20 @@ td, th {{ border: 1px solid #8886; padding: .3rem .7rem; text-align: right }}
 td:first-child, th:first-child {{ text-align: left }}
 .text :is(td, th) {{ text-align: left; vertical-align: top }}
 .text td {{ white-space: pre-wrap; min-width: 7rem }}
-.facts td:last-child {{ text-align: left; overflow-wrap: anywhere }}
+.facts :is(td, th):last-child {{ text-align: left; overflow-wrap: anywhere }}
+.machine td:last-child {{ white-space: nowrap }}
 .wide {{ overflow-x: auto }}
-img {{ max-width: 100% }} pre {{ background: #8882; padding: 1rem; overflow-x: auto }}
+img {{ width: 100%; min-width: 40rem }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.9) hue-rotate(180deg) }} }}
+pre {{ background: #8882; padding: 1rem; overflow-x: auto }}
 </style></head><body>
 <h1>{html.escape(run.name)}</h1>
-{_test_table_html(summary.get("test") or {}, words["table"])}
-<img alt="curves" src="data:image/png;base64,{picture}">
+{test_table_html(summary.get("test") or {}, words["table"])}
+{by_source_html(summary.get("test_by_source") or {})}
+<div class="wide"><img alt="curves" src="data:image/png;base64,{picture}"></div>
 <p>{words["curves"]}</p>
 {samples_html(summary.get("samples") or [])}
+{machine_html(runs["student"], summary)}
 {disagreements_html((summary.get("disagreements") or {}).get("student") or [])}
 {table_html(["", "value"], [[k, as_text(v)] for k, v in facts.items()], kind="facts")}
 <h2>Configuration</h2><pre>{html.escape(config_file.read_text("utf-8"))}</pre>
@@ -275,7 +283,8 @@ def _facts(
     summary: Mapping[str, Any], config: Mapping[str, Any], manifest: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What came out, on which cache, when and with which versions, by the words shown."""
-    facts = {k: v for k, v in summary.items() if not isinstance(v, dict | list)}
+    shown = {*MACHINE, "compile_seconds"}  # by `machine_html`
+    facts = {k: v for k, v in summary.items() if not isinstance(v, dict | list) and k not in shown}
     cache = summary.get("cache")
     facts |= {f"cache {k}": v for k, v in cache.items()} if isinstance(cache, dict) else {}
     facts |= {f"cache {key}": _option(config, f"cache.{key}") for key in ("top_k", "read_top_k")}
@@ -284,17 +293,6 @@ def _facts(
     versions = manifest.get("versions")
     facts |= versions if isinstance(versions, dict) else {}
     return {key: value for key, value in facts.items() if value is not None}
-
-
-def _test_table_html(table: Mapping[str, Mapping[str, float]], words: str) -> str:
-    if not table:
-        return ""
-    head = ["test table", *TEST_TABLE.values()]
-    rows = [
-        [model_name(name), *(as_text(row.get(key)) for key in TEST_TABLE)]
-        for name, row in table.items()
-    ]
-    return f"{table_html(head, rows)}<p>{words}</p>"
 
 
 def final_numbers(run: Path, records: Records) -> dict[str, Any]:

@@ -120,6 +120,18 @@ def test_a_report_says_what_is_compared_and_on_what_whatever_the_table_lacks(tmp
     assert ("0.1234" in page) == (row.get("kl") == 0.1234) and "<td>–</td>" in page
 
 
+def test_a_report_says_speed_memory_and_retained_mass_once_and_only_where_known(tmp_path):
+    values = [r | {"teacher_mass": 0.8 + 0.02 * r["step"]} for r in records()]
+    run = run_folder(tmp_path / "a", values, "jax")
+    summary = {"planned_peak_bytes": 1982915612, "peak_host_bytes": None, "compile_seconds": 10.4}
+    page = report.write_report(run, summary).read_text("utf-8")
+    for cells in ("300 tokens/s", "1.98 GB", "10.4 s", "0.8600"):  # median; mean of the steps
+        assert page.count(f"<td>{cells}</td>") == 1
+    assert "host memory" not in page and "1,982,915,612" not in page
+    bare = run_folder(tmp_path / "b", [{"step": 1, "loss": 1.0}], "jax")
+    assert "speed, memory" not in report.write_report(bare, {}).read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "summary.json", "config.yaml", "metrics.jsonl"])
 @pytest.mark.parametrize("damaged", [b"[1]\n", b"{\n{", b"\xff\xfe\n"])
 def test_a_damaged_file_of_a_run_is_refused_by_name(tmp_path, name, damaged):

@@ -40,6 +40,7 @@ from jax_distill.base.files import (
 from jax_distill.base.json_object import BAD_JSON, json_problem, read_json_object
 from jax_distill.base.versions import git_revision, versions
 from jax_distill.config import Config, as_dict, flatten, read_mapping, save
+from jax_distill.wandb_log import WandbLog, check_wandb
 
 # What may change between a run and its resumption: nothing that moves a number, beyond rounding.
 # What the rows and targets come from is known by the cache's fingerprint, wherever it lies.
@@ -56,6 +57,7 @@ FREE_FIELDS = (
     "train.resume_step",
     "train.profile_steps",
     "train.ce_baseline",
+    "train.wandb",
     "teacher.batch_size",
     "teacher.beyond_context",
     "evaluate.samples",
@@ -68,6 +70,7 @@ FREE_FIELDS = (
     "mesh.num_processes",
     "mesh.process_id",
     "mesh.heartbeat_seconds",
+    "mesh.join_seconds",
 )
 LENGTH_FIELDS = ("train.steps", "train.epochs")  # free where no schedule depends on them
 
@@ -175,11 +178,12 @@ def _read_typed(path: Path, what: str, types: dict[str, Any]) -> dict[str, Any]:
 
 
 class Metrics:
-    """metrics.jsonl and its TensorBoard twin; a step is written once, whatever was killed when."""
+    """metrics.jsonl and its TensorBoard twin; a step is written once, whatever was killed when.
+    `wandb` gets the same, if given."""
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def __init__(self, folder: Path, *, resume_step: int, wandb: WandbLog | None = None) -> None:
         """Keep the records up to `resume_step`, drop what a killed run logged beyond it."""
-        self._folder = folder
+        self._folder, self._wandb = folder, wandb
         path, board = folder / "metrics.jsonl", folder / "tensorboard"
         with self._disk_errors():
             board.mkdir(parents=True, exist_ok=True)
@@ -207,6 +211,8 @@ class Metrics:
                     event = Event(step=step, wall_time=now, summary=scalar(key, value))
                     self._board.write_event(event)
             self._board.flush()
+        if self._wandb:
+            self._wandb.log(step, values)
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -225,6 +231,8 @@ class Metrics:
         for file in (self._file, self._board):
             with contextlib.suppress(OSError):  # said by log, where it first came up
                 file.close()
+        if self._wandb:
+            self._wandb.finish()
 
 
 class Run:
@@ -243,6 +251,7 @@ class Run:
         self._is_writer = is_writer
         if not is_writer:
             return
+        check_wandb(config)
         self._lock = Lock(self.path / ".lock", f"output_dir {self.path}")
         try:
             self._before = read_run_manifest(self.path)

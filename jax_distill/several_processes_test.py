@@ -1,6 +1,8 @@
 """Two and four real processes on this machine (CPU, gloo) against one: the same cache, the same
-student; one killed, resumed by another number of them."""
+student; one killed, resumed by another number of them; a live teacher, tensor, offload."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -75,9 +77,9 @@ import runpy, sys
 from jax_distill.cache import writer
 write = writer.Writer.write
 
-def recorded(self, shard, arrays):
+def recorded(self, shard, *rest):
     print("wrote", self.path.rsplit("/", 1)[-1], shard, flush=True)
-    return write(self, shard, arrays)
+    return write(self, shard, *rest)
 
 writer.Writer.write = recorded
 sys.argv = sys.argv[1:]
@@ -85,22 +87,53 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+OPEN_MPI_PORTS = 65536 - 2**12
+"""The first of those that JAX chooses from by an Open MPI job's number."""
+
+
+def free_port(first: int = 0) -> int:
+    """One that nobody listens on, from `first` on where it is given."""
+    for port in range(first, 65536):
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("localhost", port))
+            return free.getsockname()[1]
+    raise OSError("no free port")
+
+
+def placement(number: int, count: int, port: int, open_mpi: bool) -> tuple[dict, list[str]]:
+    """What tells a process its number: the environment that Open MPI 4's mpirun makes, or
+    options."""
+    if not open_mpi:
+        mesh = {"coordinator_address": f"localhost:{port}", "num_processes": count}
+        mesh["process_id"] = number
+        return {}, [f"--mesh.{key}={value}" for key, value in mesh.items()] if count > 1 else []
+    job = (port - OPEN_MPI_PORTS) << 12
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": str(count),
+        "OMPI_COMM_WORLD_RANK": str(number),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(number),
+    }, ["--mesh.coordinator_address=auto"]
+
+
 def start_all(
-    words: Sequence[str], logs: Path, count: int, *, programs: Mapping[int, list[str]] | None = None
+    words: Sequence[str],
+    logs: Path,
+    count: int,
+    *,
+    programs: Mapping[int, list[str]] | None = None,
+    open_mpi: bool = False,
 ) -> list[subprocess.Popen]:
     """The command as `count` processes of one CPU device each. What each says is in
     logs/<number>.log. programs: of a process what stands for python's -m."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port(OPEN_MPI_PORTS if open_mpi else 0)
     logs.mkdir(exist_ok=True)
     flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]  # conftest's
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    base = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     started = []
     for each in range(count):
-        mesh = {"coordinator_address": f"localhost:{port}", "num_processes": count}
-        options = [f"--mesh.{key}={value}" for key, value in (mesh | {"process_id": each}).items()]
-        options = options if count > 1 else []
+        variables, options = placement(each, count, port, open_mpi)
+        environment = base | variables
         program = (programs or {}).get(each, ["-m"])
         with (logs / f"{each}.log").open("wb") as log:
             command = [sys.executable, *program, *words, *options]
@@ -110,11 +143,10 @@ def start_all(
     return started
 
 
-def finish_all(
-    words: Sequence[str], logs: Path, count: int, *, programs: Mapping[int, list[str]] | None = None
-) -> list[str]:
-    """Run them to a good end; what each said, without what gloo says of itself."""
-    codes = [process.wait() for process in start_all(words, logs, count, programs=programs)]
+def finish_all(words: Sequence[str], logs: Path, count: int, **options: Any) -> list[str]:
+    """Run them to a good end (options: `start_all`'s); what each said, without what gloo says of
+    itself."""
+    codes = [process.wait() for process in start_all(words, logs, count, **options)]
     said = [(logs / f"{each}.log").read_text() for each in range(count)]
     assert codes == [0] * count, "\n".join(text[-3000:] for text in said)
     return ["".join(x for x in text.splitlines(True) if "[Gloo]" not in x) for text in said]
@@ -127,15 +159,15 @@ def one(folder) -> Path:
     return folder
 
 
-def assert_same_run(folder: Path, run: str) -> None:
+def assert_same_run(folder: Path, run: str, other: str = "one", steps: int = STEPS) -> None:
     """Steps, validation, weights and test table as of one process, to fp32 rounding: sums over rows
     in another order, over 6 steps."""
-    ours, theirs = (read_metrics(folder / name / "metrics.jsonl") for name in (run, "one"))
-    assert [each["step"] for each in ours] == list(range(1, STEPS + 1))
+    ours, theirs = (read_metrics(folder / name / "metrics.jsonl") for name in (run, other))
+    assert [each["step"] for each in ours] == list(range(1, steps + 1))
     for left, right in zip(ours, theirs, strict=True):
         for key in {"loss", "kl", "gradient_norm", "val_loss", "valid_tokens"} & right.keys():
             assert left[key] == pytest.approx(right[key], rel=2e-5), (key, left["step"])
-    left, right = (load_file(folder / each / "export/model.safetensors") for each in (run, "one"))
+    left, right = (load_file(folder / each / "export/model.safetensors") for each in (run, other))
     assert left.keys() == right.keys()
     for key in left:
         np.testing.assert_allclose(left[key], right[key], rtol=0, atol=2e-5, err_msg=key)
@@ -183,7 +215,9 @@ def test_several_teachers_write_the_cache_of_one(one, count):
     words = command(one, "teacher", run=f"teacher_{count}", cache=name)
     words += ["--mesh.data=4", "--mesh.fsdp=1"] if count == 4 else []
     programs = dict.fromkeys(range(count), ["-c", RECORD])
-    said = finish_all(words, one / f"logs_{name}", count, programs=programs)
+    # Two as if mpirun had started them.
+    logs = one / f"logs_{name}"
+    said = finish_all(words, logs, count, programs=programs, open_mpi=count == 2)
     for split in ("train", "heldout"):
         ours, theirs = (Cache.open(str(one / each / split)) for each in (name, "cache"))
         ours.require_complete()
@@ -201,3 +235,21 @@ def test_several_teachers_write_the_cache_of_one(one, count):
         np.testing.assert_allclose(left.targets.log_tail, right.targets.log_tail, atol=1e-5)
     others = [re.sub(r"^wrote .*\n", "", text, flags=re.MULTILINE) for text in said[1:]]
     assert not any(others)
+
+
+def test_a_live_teacher_split_by_tensor_with_offloaded_moments(folder):
+    """Two processes that hold halves of the same rows' heads, MLP and vocabulary, teacher and
+    student; the moments in their hosts' memory; a hidden-state loss."""
+    options = ["--teacher.mode=online", "--loss.hidden_weight=1", "--train.steps=2"]
+    options += ["--evaluate.samples=0", "--train.micro_batch_size=8", "--train.remat=none"]
+    options += ["--mesh.fsdp=1", "--mesh.tensor=-1", "--optimizer.offload=moments"]
+    for name, count in ("live_one", 1), ("live_two", 2):
+        words = command(folder, "train", run=name, cache="rows")
+        finish_all([*words, *options], folder / f"logs_{name}", count)
+    assert_same_run(folder, "live_two", "live_one", steps=2)
+    tables = [
+        json.loads((folder / run / "summary.json").read_text())["test"]["student"]
+        for run in ("live_one", "live_two")
+    ]
+    for key in ("kl", "cross_entropy"):
+        assert tables[1][key] == pytest.approx(tables[0][key], rel=1e-4), key

@@ -31,13 +31,13 @@ def test_student_by_size_keeps_first_and_last_layers():
 
 def test_student_keeps_the_chosen_layers_bit_for_bit(tmp_path):
     folder = hf_folder(tmp_path / "teacher")
-    out = student.make_student(folder, tmp_path / "s", layers=[1], parameters=None)
+    out = student.make_student(folder, tmp_path / "s", FromTeacher(layers=[1]))
     teacher, got = hf.load_model(folder), hf.load_model(out)
     np.testing.assert_array_equal(
         got.layers.mlp.up_proj.weight[...][0], teacher.layers.mlp.up_proj.weight[...][1]
     )
     with pytest.raises(UserError, match="rising"):
-        student.make_student(folder, tmp_path / "t", layers=[1, 0], parameters=None)
+        student.make_student(folder, tmp_path / "t", FromTeacher(layers=[1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_embedding_that_lacks_ids_of_the_cache_is_refused(tmp_path):
 def cut(teacher, out, capsys) -> str:
     """'wrote' or 'kept'."""
     capsys.readouterr()
-    student.make_student(teacher, out, layers=[1], parameters=None)
+    student.make_student(teacher, out, FromTeacher(layers=[1]))
     return capsys.readouterr().out.split()[0]
 
 
@@ -102,7 +102,7 @@ def test_a_cut_is_made_again_where_its_teacher_changed(tmp_path, change, capsys)
     (tmp_path / "moved").rename(teacher)
     CHANGES[change](teacher)
     assert cut(teacher, out, capsys) == "wrote"
-    fresh = student.make_student(teacher, tmp_path / "fresh", layers=[1], parameters=None)
+    fresh = student.make_student(teacher, tmp_path / "fresh", FromTeacher(layers=[1]))
     for path in fresh.iterdir():
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
 
@@ -147,7 +147,7 @@ def test_a_cut_of_a_tied_teacher_whose_file_has_only_the_head_loads(tmp_path):
     tensors = load_file(teacher / "model.safetensors")
     del tensors["model.embed_tokens.weight"]
     save_file(tensors, teacher / "model.safetensors")
-    out = student.make_student(teacher, tmp_path / "out", layers=[0], parameters=None)
+    out = student.make_student(teacher, tmp_path / "out", FromTeacher(layers=[0]))
     got = hf.load_model(out).lm_head_weight()
     np.testing.assert_array_equal(got, tensors["lm_head.weight"])
 
@@ -158,7 +158,7 @@ def test_a_full_disk_while_cutting_is_one_line_and_leaves_nothing(tmp_path, smal
         while True:
             filler.write(bytes(4096))
     with pytest.raises(RunError, match="expected to write .*make room there"):
-        student.make_student(teacher, small_disk / "out", layers=[0], parameters=None)
+        student.make_student(teacher, small_disk / "out", FromTeacher(layers=[0]))
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 

@@ -105,9 +105,20 @@ def sweep(prog: str, argv: Sequence[str], own: Sequence[str] = ()) -> int:
     runs side by side, and `curves.png` in the `output_dir`.
 
     own: options of the command that are no keys of the configuration.
+
+    Raises:
+        UserError: as `combinations`; one of several processes.
     """
     wants_print = "--print_commands" in argv
-    runs = combinations(prog, [word for word in argv if word != "--print_commands"])
+    words = [word for word in argv if word != "--print_commands"]
+    address = load(take_sweep(words)[1], prog).mesh.coordinator_address
+    if address and not wants_print:
+        raise UserError(
+            f"expected one process with --sweep, got mesh.coordinator_address {address}: every "
+            "process would begin runs of its own; add --print_commands, and start each command "
+            "that it prints as all processes"
+        )
+    runs = combinations(prog, words)
     failed = []
     for number, run in enumerate(runs, 1):
         command = [sys.executable, "-m", prog, *own, *run.words]

@@ -57,6 +57,15 @@ def test_lists_and_names_that_are_short_twice():
     ]
 
 
+def test_several_processes_sweep_by_printed_commands_alone(capsys):
+    words = [*QUICKSTART, "--mesh.coordinator_address", "auto", "--sweep", "seed=1,2"]
+    with pytest.raises(UserError, match="one process with --sweep, got mesh.coordinator_address"):
+        sweep.sweep(PROG, words)
+    assert sweep.sweep(PROG, [*words, "--print_commands"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == 2 and all("--mesh.coordinator_address auto" in x for x in commands)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

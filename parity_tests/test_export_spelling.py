@@ -10,6 +10,7 @@ from ladder import assert_close
 from test_logits import logits_of, their_logits
 from test_rotary import ROPES
 
+from jax_distill.config import FromTeacher
 from jax_distill.hf import load_model, model_config, read_config
 from jax_distill.model_folder import write_config
 from jax_distill.student import make_student
@@ -51,7 +52,7 @@ def test_both_generations_read_the_same_model(tmp_path, kind, generation):
     start = tiny.llama_folder(tmp_path / "start", head_dim=32, **sizes)
     raw = as_generation(json.loads((start / "config.json").read_text()), generation, rope)
     (start / "config.json").write_text(json.dumps(raw))
-    cut = make_student(start, tmp_path / "cut", layers=[0, 1], parameters=None)
+    cut = make_student(start, tmp_path / "cut", FromTeacher(layers=[0, 1]))
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").symlink_to(start / "model.safetensors")
     write_config(start, tmp_path / "export", dtype="bfloat16")

@@ -197,8 +197,8 @@ def test_the_export_is_the_familys_and_loads_in_silence(tmp_path, caplog, name):
 def test_a_student_cut_from_it_is_the_same_model_in_both(tmp_path, name):
     """The first and the last of three layers, each of its own kind."""
     teacher = family_folder(tmp_path / "teacher", name)
-    ours = make_student(teacher, tmp_path / "ours", layers=[0, 2], parameters=None)
-    cut = FromTeacher(layers=[0, 2], parameters=None)
+    cut = FromTeacher(layers=[0, 2])
+    ours = make_student(teacher, tmp_path / "ours", cut)
     theirs = torch_ref.student.cut_student(str(teacher), tmp_path / "theirs", cut)
     whole = load_model(teacher).config
     assert load_model(ours).config == load_model(theirs).config == whole.with_layers([0, 2])
@@ -206,6 +206,24 @@ def test_a_student_cut_from_it_is_the_same_model_in_both(tmp_path, name):
     expected, tolerance = packed_logits(ours, rows), FP32 * routed(name)
     assert_close("student", name, logits_of(ours, rows), expected, tolerance)
     assert_close("student", f"{name}, torch_ref's", logits_of(theirs, rows), expected, tolerance)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3, sliding, biases", "qwen2", "seed_oss, all biases", "gpt_oss", "mistral"]
+)
+def test_a_narrow_student_is_the_same_model_in_transformers(tmp_path, cache, name):
+    """Neurons, dimensions and heads, sinks among them; an ordinary folder, by its config.json."""
+    teacher = family_folder(tmp_path / "teacher", name)
+    widths = dict(num_key_value_heads=1)
+    if name != "gpt_oss":
+        widths |= dict(intermediate_size=20, hidden_size=24)
+    cut = FromTeacher(layers=[0, 2], **widths)
+    ours = make_student(teacher, tmp_path / "ours", cut, cache=cache)
+    config = transformers.AutoConfig.from_pretrained(ours)
+    assert widths == {key: getattr(config, key) for key in widths}
+    rows = tiny.packed_rows(ROWS, LENGTH)
+    expected, tolerance = packed_logits(ours, rows), FP32 * routed(name)
+    assert_close("narrow student", name, logits_of(ours, rows), expected, tolerance)
 
 
 def mxfp4_folder(path, seed: int = 0, **fields):
@@ -254,8 +272,8 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_exported_without(tmp_path, c
 def test_a_student_cut_from_mxfp4_is_the_same_model_in_both(tmp_path):
     """Ours keeps the bytes, torch_ref's has what they stand for."""
     teacher = mxfp4_folder(tmp_path / "teacher")
-    ours = make_student(teacher, tmp_path / "ours", layers=[1], parameters=None)
-    cut = FromTeacher(layers=[1], parameters=None)
+    cut = FromTeacher(layers=[1])
+    ours = make_student(teacher, tmp_path / "ours", cut)
     theirs = torch_ref.student.cut_student(str(teacher), tmp_path / "theirs", cut)
     left, right = (load_model(folder) for folder in (ours, theirs))
     assert left.config == right.config

@@ -116,7 +116,7 @@ def test_a_student_cut_from_the_file_is_the_same(root, caches, tmp_path):
     """Weights bit by bit, architecture, and the tokenizer's files byte by byte, also once exported
     by torch_ref."""
     folder = hf.local_folder(root / "teacher.gguf")
-    by_jax = student.make_student(folder, tmp_path / "jax", layers=[1], parameters=None)
+    by_jax = student.make_student(folder, tmp_path / "jax", FromTeacher(layers=[1]))
     (tmp_path / "run").mkdir()
     config = settings(root, "jax")
     start, by_torch = torch_ref.student.prepare_student(

@@ -362,7 +362,7 @@ def test_a_table_with_a_weight_that_is_not_finite_is_refused(job):
 def test_a_student_cut_from_the_teacher_is_the_same(job, tmp_path, wanted):
     teacher = job.place / "teacher"
     torch_ref.student.cut_student(str(teacher), tmp_path / "torch", wanted)
-    student.make_student(teacher, tmp_path / "jax", **dataclasses.asdict(wanted))
+    student.make_student(teacher, tmp_path / "jax", wanted)
     ours, theirs = (
         hf.load_model(tmp_path / name, param_dtype=jnp.float32) for name in ("torch", "jax")
     )

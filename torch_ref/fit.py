@@ -16,6 +16,7 @@ from jax_distill.config import Config
 from jax_distill.data import reader_options, row_indices
 from jax_distill.hidden_layers import PROJECTION, start_projection, teacher_width
 from jax_distill.run import Metrics
+from jax_distill.wandb_log import open_wandb
 from torch_ref.checkpoint import Checkpoints
 from torch_ref.model import Model, recompute_layers
 from torch_ref.optimizer import clip_gradients, optimizer_of, set_learning_rate
@@ -143,7 +144,8 @@ def fit(
     first = begin(saved, parameters, optimizer, steps=steps, what=what, resume_step=resume_step)
     tokens = train.batch_size * cache.sequence_length
     progress = StepProgress(what, total=steps, done=first, tokens_per_step=tokens)
-    with StopSignal() as stop, Metrics(folder, resume_step=first) as metrics, progress:
+    written = Metrics(folder, resume_step=first, wandb=open_wandb(config, folder))
+    with StopSignal() as stop, written as metrics, progress:
         for index in range(first, steps):
             start, step = time.perf_counter(), index + 1
             rows = row_indices(

@@ -44,7 +44,8 @@ optimizer.learning_rate optimizer.schedule optimizer.warmup_steps optimizer.fina
 optimizer.weight_decay optimizer.b1 optimizer.b2 optimizer.clip_norm optimizer.offload
 train.steps train.epochs train.batch_size train.micro_batch_size train.param_dtype
 train.compute_dtype train.remat train.log_every train.eval_every train.save_every train.keep
-train.resume_step train.ce_baseline train.ce_baseline_learning_rate
+train.resume_step train.ce_baseline train.ce_baseline_learning_rate train.wandb
+student.from_teacher.calibration_rows
 """.split()
 
 

@@ -4,6 +4,7 @@ One schema serves every entry point. Architecture is not here: it comes from Hug
 config.json. A field that no code reads is an error (a test looks for each of them).
 """
 
+from jax_distill.config.checks import check_cut
 from jax_distill.config.describe import json_schema
 from jax_distill.config.grid import read_grid
 from jax_distill.config.loading import load, read_yaml, run_configured
@@ -41,6 +42,7 @@ __all__ = [
     "TeacherConfig",
     "TrainConfig",
     "as_dict",
+    "check_cut",
     "field_names",
     "flatten",
     "json_schema",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from jax_distill.base.errors import UserError
 from jax_distill.config.schema import (
     Config,
+    FromTeacher,
     LossConfig,
     MeshConfig,
     OptimizerConfig,
@@ -152,10 +153,27 @@ def _check_student(student: StudentConfig) -> None:
             "expected one of student.path and student.from_teacher, got "
             f"{'both' if cut else 'none'}; set one, the other to null (the path to an empty text)"
         )
-    if cut is not None and (cut.layers is None) == (cut.parameters is None):
+    if cut is not None:
+        check_cut(cut)
+
+
+def check_cut(cut: FromTeacher) -> None:
+    """Refuse a cut that says nothing, or one thing twice."""
+    layers, parameters = cut.layers is not None, cut.parameters is not None
+    if not (layers or parameters or cut.widths):
         raise UserError(
-            "expected one of student.from_teacher.layers and .parameters, got "
-            f"{'none' if cut.layers is None else 'both'}; set one, the other to null"
+            "expected student.from_teacher.layers, .parameters or a width (intermediate_size, "
+            "num_key_value_heads, hidden_size), got none; set one"
+        )
+    if layers and parameters and cut.intermediate_size is not None:
+        raise UserError(
+            "expected two of student.from_teacher.layers, .parameters and .intermediate_size, got "
+            "all: nothing is left for parameters to decide; set one to null"
+        )
+    if cut.importance_by and (layers or not parameters):
+        raise UserError(
+            "expected student.from_teacher.parameters without layers for importance_by "
+            f"{cut.importance_by}, which chooses the layers; set importance_by to null"
         )
 
 
@@ -232,7 +250,10 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         optimizer.learning_rate optimizer.clip_norm train.steps train.epochs train.batch_size
         train.micro_batch_size train.resume_step train.log_every train.eval_every
         train.save_every train.keep train.ce_baseline_learning_rate evaluate.sample_tokens
-        mesh.num_processes mesh.heartbeat_seconds""",
+        mesh.num_processes mesh.heartbeat_seconds mesh.join_seconds
+        student.from_teacher.parameters
+        student.from_teacher.intermediate_size student.from_teacher.num_key_value_heads
+        student.from_teacher.hidden_size student.from_teacher.calibration_rows""",
     ),
     (
         lambda x: x >= 0,

@@ -117,7 +117,8 @@ def _mapping(key: str, value: Any) -> dict:
 def _word(text: str, annotation: Any) -> Any:
     options = alternatives(annotation)
     is_text = str in options or any(typing.get_origin(each) is Literal for each in options)
-    if not is_text or (text.startswith("[") and any(map(is_list, options))):
+    is_null = text == "null" and type(None) in options
+    if not is_text or is_null or (text.startswith("[") and any(map(is_list, options))):
         return parse(text)
     check_text(text)
     return text

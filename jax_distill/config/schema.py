@@ -46,15 +46,43 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class FromTeacher:
-    """How a student is cut from the teacher: by the layers kept, or by a number of parameters.
+    """How a student is cut from the teacher: the layers kept, the widths, a number of parameters.
+
+    What is named is done; `parameters` decides what is left: how many layers stay, or, where these
+    are named, the width of the MLPs. Which neurons, heads and dimensions stay is measured over rows
+    of the training cache.
 
     Attributes:
         layers: the teacher's layers that stay, in order (0-based).
-        parameters: at most this many parameters; layers leave from the middle until it holds.
+        parameters: at most this many parameters; layers leave until it holds (from the middle, if
+            there is no `importance_by`), or, with `layers`, neurons, the same number in each layer.
+        intermediate_size: neurons of each MLP that stay.
+        num_key_value_heads: key/value heads that stay, each with the query heads that read it.
+        hidden_size: dimensions of the hidden states that stay.
+        importance_by: the layers that stay under `parameters` are those of largest importance:
+            `cosine`, how far they turn the hidden states; `kl`, how much the KL rises without one.
+        calibration_rows: rows of the training cache over which importance is measured; null: 16.
     """
 
     layers: list[int] | None = None
     parameters: int | None = None
+    intermediate_size: int | None = None
+    num_key_value_heads: int | None = None
+    hidden_size: int | None = None
+    importance_by: Literal["cosine", "kl"] | None = None
+    calibration_rows: int | None = None
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The widths named, as config.json names them."""
+        names = ("intermediate_size", "num_key_value_heads", "hidden_size")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether importance is measured, over rows of a cache."""
+        narrows_mlp = self.layers is not None and self.parameters is not None
+        return bool(self.widths) or self.importance_by is not None or narrows_mlp
 
 
 @dataclass(frozen=True)
@@ -290,6 +318,7 @@ class TrainConfig:
         ce_baseline: also train a student of the same size, start, rows and steps without teacher.
         ce_baseline_learning_rate: its own; null is the student's.
         profile_steps: write a jax.profiler trace of steps [first, last).
+        wandb: project of Weights & Biases that gets the metrics as well (extra of that name).
     """
 
     steps: int | None = None
@@ -309,6 +338,7 @@ class TrainConfig:
     ce_baseline: bool = False
     ce_baseline_learning_rate: float | None = None
     profile_steps: list[int] | None = None
+    wandb: str = ""
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps over a cache of so many rows: whole batches, one at least."""
@@ -356,6 +386,7 @@ class MeshConfig:
         num_processes: how many; null is what the cluster says.
         process_id: which of them this is, from 0; null is what the cluster says.
         heartbeat_seconds: after so long without a sign of one process, all the others end.
+        join_seconds: how long processes wait at the start for all of them to come.
     """
 
     data: int = -1
@@ -366,6 +397,7 @@ class MeshConfig:
     num_processes: int | None = None
     process_id: int | None = None
     heartbeat_seconds: int = 60
+    join_seconds: int = 120
 
     @property
     def axes(self) -> dict[str, Any]:

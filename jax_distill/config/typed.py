@@ -53,7 +53,7 @@ def is_list(annotation: Any) -> bool:
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
     """The types of a union; of another type, itself."""
-    is_union = isinstance(annotation, types.UnionType)
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 

@@ -4,7 +4,7 @@ from jax_distill.data.context import check_context, segments_beyond
 from jax_distill.data.corpus import Corpus, Split, Taken, read_documents, read_texts
 from jax_distill.data.document import Counts, Document, Documents
 from jax_distill.data.order import reader_options, row_indices
-from jax_distill.data.sources import fingerprint
+from jax_distill.data.sources import check_unchanged, file_stamps, fingerprint
 from jax_distill.data.tokenizer import Tokenizer, train_tokenizer, vocabulary_of
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "Taken",
     "Tokenizer",
     "check_context",
+    "check_unchanged",
+    "file_stamps",
     "fingerprint",
     "read_documents",
     "read_texts",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_distill.base.errors import UserError
+from jax_distill.base.errors import RunError, UserError
 from jax_distill.config import Source
 from jax_distill.data.builtin import builtin_versions
 from jax_distill.data.readers import hub_fingerprint, source_files
@@ -66,6 +66,36 @@ def fingerprint(
         else:
             facts.append([_file_hash(file) for file in source_files(source.path, format=format)])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def file_stamps(path: Path_, *, format: str) -> dict[str, tuple[int, int]]:
+    """File → its size and the time of its last change in ns, of the sources that are files."""
+    files = [
+        file
+        for source in sources_of(path)
+        if not source.path.startswith("builtin:") and format != "hub"
+        for file in source_files(source.path, format=format)
+    ]
+    return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+
+
+def check_unchanged(stamps: Mapping[str, tuple[int, int]]) -> None:
+    """Refuse files that are not as they were at `file_stamps`: a stream reads them several times,
+    and its rows would not be those of any one text.
+
+    Raises:
+        RunError: the first such file is named.
+    """
+    for name, stamp in stamps.items():
+        file = Path(name)
+        now = (file.stat().st_size, file.stat().st_mtime_ns) if file.is_file() else None
+        if now != stamp:
+            got = f"{now[0]:,} bytes and another time" if now else "no file any more"
+            raise RunError(
+                f"expected {name} as it was when it was first read ({stamp[0]:,} bytes), got "
+                f"{got}; restore it and re-run the same command, or leave it alone and set another "
+                "cache.path"
+            )
 
 
 def _file_hash(file: Path) -> str:

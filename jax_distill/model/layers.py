@@ -196,6 +196,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """x [N,D] → [N,D]."""
+        return self.o_proj(self.mixed(x, inputs))
+
+    def mixed(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """x [N,D] → [N,H·Q], what the heads say before `o_proj`."""
         cos, sin, masks, kind = inputs
         query, key, value = self.project(x, rows=cos.shape[0])
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -210,7 +214,7 @@ class Attention(nnx.Module):
         # Only the layer's own kind runs; a model of one kind has no choice in its program.
         kinds = [partial(attend_by, mask) for mask in masks]
         mixed = jax.lax.switch(kind, kinds, sinks, query, key, value)
-        return self.o_proj(mixed.reshape(x.shape[0], -1))
+        return mixed.reshape(x.shape[0], -1)
 
     def project(self, x: jax.Array, *, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [N,D] → query [B,T,H,Q], key and value [B,T,G,Q], normed but not rotated."""
@@ -236,11 +240,15 @@ class MLP(nnx.Module):
         self.down_proj = Linear(init, (layers, width, inner), ("embed", "mlp"), bias=bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(self.neurons(x))
+
+    def neurons(self, x: jax.Array) -> jax.Array:
+        """x [N,D] → [N,F], silu(gate(x)) · up(x)."""
         gate, up = (
             constrain_rows(proj(x), self.row_sharding, "mlp")
             for proj in (self.gate_proj, self.up_proj)
         )
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return jax.nn.silu(gate) * up
 
 
 class Experts(nnx.Module):

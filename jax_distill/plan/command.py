@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_distill.base.command import CommandLine
+from jax_distill.base.command import CommandLine, positive_numbers
 from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
-from jax_distill.base.files import FIGURES, check_new_file
+from jax_distill.base.files import FIGURES, check_new_file, write_json
 from jax_distill.config import Config, read_grid
 from jax_distill.devices import GPUS
 from jax_distill.plan import search, show
+from jax_distill.plan.caches import plan_caches, print_caches
 from jax_distill.plan.planning import Plan, make_plan
 from jax_distill.plan.search import Outcome, Request, Rows
 from jax_distill.plan.suggest import suggest
@@ -46,6 +47,12 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     search.add_argument("--suggest", action="store_true", help="which changes would make it fit")
     search.add_argument("--sweep", nargs="+", metavar="KEY=A,B", help="plan every combination")
     search.add_argument("--longest", action="store_true", help="the longest row that fits")
+    search.add_argument(
+        "--cache_tokens",
+        type=positive_numbers,
+        metavar="N,N",
+        help="what caches of so many tokens take; nothing is compiled",
+    )
     parser.add_argument(
         "--granularity", type=int, default=1024, help="of --longest, tokens (%(default)s)"
     )
@@ -70,6 +77,8 @@ def command(argv: Sequence[str]) -> int:
         reserve=options.margin,
         fraction=options.memory_fraction,
     )
+    if options.cache_tokens:
+        return _cache_tokens(request, options)
     if options.sweep:
         rows, code = search.sweep(request, read_grid(options.sweep)), 0
         title = f"{request.step} step on {request.devices} × {request.target().name}, planned"
@@ -97,6 +106,17 @@ def command(argv: Sequence[str]) -> int:
         show.draw(plans, options.plot)
         say(f"wrote {options.plot}")
     return code
+
+
+def _cache_tokens(request: Request, options: argparse.Namespace) -> int:
+    """The table of caches of so many tokens."""
+    device, devices = request.device, request.devices
+    found = plan_caches(request.config(), options.cache_tokens, device=device, devices=devices)
+    print_caches(found, device=device, devices=devices)
+    if options.json:
+        write_json(options.json, [dataclasses.asdict(each) for each in found])
+        say(f"wrote {options.json}")
+    return 0
 
 
 def _suggest(request: Request, plan: Plan) -> list[dict[str, Any]]:

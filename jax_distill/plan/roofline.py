@@ -10,6 +10,7 @@ import re
 
 from jax_distill.devices import GPUS
 from jax_distill.plan.hlo import Hlo, Instruction, matmul_flops, sources, totals
+from jax_distill.plan.overlap import find_overlap
 from jax_distill.plan.traffic import host_bytes, link_bytes, memory_traffic
 
 MATMUL_SHARE = 0.8
@@ -46,7 +47,10 @@ class Roofline:
 
     Attributes:
         flops: of all matmuls, recomputed ones too. memory_bytes: of all kernels.
-        link_bytes: sent to other devices. to_host_bytes, to_device_bytes: over PCIe.
+        link_bytes: sent to other devices.
+        overlapped_link_bytes: of these what XLA's schedule sends beside other kernels, by the rule
+            of overlap.py.
+        to_host_bytes, to_device_bytes: over PCIe.
         loss_flops: of the loss's matmuls.
         loss_bytes: of its other kernels, the logits' passes.
         loss_sum_bytes: of fp32 sums that its matmuls add to: the head's gradient.
@@ -60,6 +64,7 @@ class Roofline:
     flops: float
     memory_bytes: float
     link_bytes: float
+    overlapped_link_bytes: float
     to_host_bytes: float
     to_device_bytes: float
     loss_flops: float
@@ -89,11 +94,15 @@ def make_roofline(hlo: Hlo, rates: Rates, *, devices: int, in_loss: set[str]) ->
     passes, summed = traffic.get("loss other", 0.0), traffic.get("loss sum", 0.0)
     matmul_seconds = loss_flops / rates.flops
     exposed = (passes + summed) / rates.memory
+    overlap = find_overlap(
+        hlo, devices=devices, flops=rates.flops, memory=rates.memory, links=rates.links
+    )
     return Roofline(
         rates=rates,
         flops=flops,
         memory_bytes=memory,
         link_bytes=links,
+        overlapped_link_bytes=overlap.hidden * rates.links,
         to_host_bytes=host["to host"],
         to_device_bytes=host["to device"],
         loss_flops=loss_flops,

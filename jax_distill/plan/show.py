@@ -77,6 +77,7 @@ def roofline_table(plan: Plan, of: Roofline) -> Table:
     row("matmuls", of.flops, rates.flops, "TFLOP")
     row("memory, all kernels", of.memory_bytes, rates.memory)
     row("links to other devices", of.link_bytes, rates.links)
+    row("of these beside other kernels", of.overlapped_link_bytes, rates.links)
     row("PCIe, the busier way", max(of.to_host_bytes, of.to_device_bytes), rates.pcie)
     table.add_section()
     row(f"{loss}: matmuls", of.loss_flops, rates.flops, "TFLOP")
@@ -124,6 +125,9 @@ def roofline_line(plan: Plan) -> list[str]:
         f"computed: a step takes at least {seconds[longest]:.3f} s ({longest}), and "
         f"{sum(seconds.values()):.3f} s where none overlaps another"
     )
+    if sent := plan.roofline.link_bytes:
+        share = plan.roofline.overlapped_link_bytes / sent
+        line += f"; XLA's schedule runs {share:.0%} of the collectives' time beside other kernels"
     if plan.step == "train":
         line += f"; the loss {ratio:.2f} × its matmuls where only their own traffic overlaps"
     return [line]

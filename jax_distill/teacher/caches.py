@@ -35,6 +35,7 @@ class _Plan(NamedTuple):
     tokenizer: data.Tokenizer
     teacher: TeacherFiles | None
     data_path: str | list[Source]
+    stamps: dict[str, tuple[int, int]]
     manifests: dict[data.Split, Manifest]
 
 
@@ -92,6 +93,7 @@ def _plan(config: Config) -> _Plan:
         _check_tokenizers(tokenizer, teacher_folder)
     path = data_path(config)
     text = config.data
+    stamps = data.file_stamps(path, format=text.format)
     # The settings stand in the manifest by name, so that a difference is named; here, the text.
     data_fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
     settings = text.row_settings()
@@ -111,7 +113,7 @@ def _plan(config: Config) -> _Plan:
         )
         for split in SPLITS
     }
-    return _Plan(tokenizer, teacher, path, manifests)
+    return _Plan(tokenizer, teacher, path, stamps, manifests)
 
 
 def _of_teacher(
@@ -205,6 +207,7 @@ def _text_rows(
             contexts=_contexts(config, plan),
             refuse_teacher=config.teacher.beyond_context == "refuse",
             has_table=plan.teacher is not None,
+            stamps=plan.stamps,
         )
         rows[split].begin()
     return rows

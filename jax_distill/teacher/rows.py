@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -174,6 +174,7 @@ class TextRows:
         contexts: dict[str, int],
         refuse_teacher: bool,
         has_table: bool,
+        stamps: Mapping[str, tuple[int, int]],
     ):
         """
         Args:
@@ -182,6 +183,7 @@ class TextRows:
             contexts: `teacher` and `student` → max_position_embeddings, where one is known.
             refuse_teacher: refuse segments beyond the teacher's, before it reads them.
             has_table: the held-out rows must have targets in their second half.
+            stamps: `data.file_stamps` of the text when it was first looked at.
         """
         self._corpus, self._split, self._manifest = corpus, split, manifest
         self._start = Mark.parse(start, corpus.streams)
@@ -189,7 +191,7 @@ class TextRows:
         length = manifest.sequence_length
         self._packed = _Packed(corpus, split, length, options, self._start)
         self._contexts, self._refuse_teacher = contexts, refuse_teacher
-        self._has_table = has_table
+        self._has_table, self._stamps = has_table, stamps
         self.count: int | None = None
         self._rows = self._start.row  # made so far
         self._tokens = 0
@@ -213,6 +215,7 @@ class TextRows:
     def shards(self) -> Iterator[Shard]:
         """
         Raises:
+            RunError: a file of the text has changed meanwhile.
             UserError: what `data.Corpus` says; no rows; ids that the teacher's head lacks; segments
                 beyond the teacher's context; nothing to predict.
         """
@@ -283,6 +286,7 @@ class TextRows:
 
     def _check_whole(self) -> None:
         """Refuse rows that cannot be trained on or make no table; say what there is."""
+        data.check_unchanged(self._stamps)
         split = self._split
         if not self._rows:
             raise UserError(

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_distill import data, teacher
+from jax_distill.base.errors import RunError
 from jax_distill.cache import Manifest
 from jax_distill.config import Source, TeacherConfig
 from jax_distill.data import tokenizing
@@ -54,6 +56,7 @@ def text_rows(
         contexts={},
         refuse_teacher=False,
         has_table=False,
+        stamps={},
     )
 
 
@@ -187,6 +190,27 @@ def test_a_resumed_cache_is_the_uninterrupted_one_and_tokenizes_no_text_twice(
     assert found.keys() == expected.keys()
     different = [name for name in found if found[name] != expected[name]]
     assert not different
+
+
+def test_text_that_changes_while_it_is_read_is_refused_and_resumes_once_it_is_back(
+    config, monkeypatch
+):
+    """Nothing that was written of it counts as finished."""
+    path = Path(str(config.data.path))
+    before, stamp = path.read_text(), path.stat()
+    begin = TextRows.begin
+
+    def changing(rows):
+        begin(rows)
+        path.write_text(f"{before}\n{before.splitlines()[0]}")
+
+    monkeypatch.setattr(TextRows, "begin", changing)
+    with pytest.raises(RunError, match="text.jsonl as it was when it was first read .* restore it"):
+        teacher.write_caches(config)
+    monkeypatch.setattr(TextRows, "begin", begin)
+    path.write_text(before)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert all(cache.complete for cache in teacher.write_caches(config))
 
 
 def test_known_rows_come_in_shards():
