@@ -1,13 +1,14 @@
 """The commands with their caches on an object store: bytes and numbers as in a local folder."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from jax_distill.cache import object_store
-from jax_distill.cache.conftest import CREDENTIALS, bucket_bytes, local_bytes
+from jax_distill.cache.conftest import CREDENTIALS, bucket_bytes, local_bytes, put
 from jax_distill.kill_test import finish
 from jax_distill.teacher_test import hf_folder, text_file
 
@@ -35,7 +36,7 @@ def settings(folder: Path, name: str, cache: str) -> list[str]:
 
 
 def test_every_command_reads_and_writes_a_bucket_as_a_folder(tmp_path, endpoint, monkeypatch):
-    """teacher, train, audit, evaluate, and torch_ref's teacher and training."""
+    """teacher, train, audit with a repair, evaluate, and torch_ref's teacher and training."""
     for name, value in {"AWS_ENDPOINT_URL": endpoint, **CREDENTIALS}.items():
         monkeypatch.setenv(name, value)
     hf_folder(tmp_path / "teacher")
@@ -52,19 +53,20 @@ def test_every_command_reads_and_writes_a_bucket_as_a_folder(tmp_path, endpoint,
         rows = ["--rows", cache, "--device", "cpu", "--cache.path", f"{cache}_torch"]
         finish(["torch_ref.teacher", *config, *rows], log)
     assert tables["local"] == tables["bucket"]
-    check = ["--verify", "--spot_check", "4", *teacher, "--compare", caches["local"]]
+    object_store.context.cache_clear()
+    put(f"{cache}/train", "teacher_gaps/c/1/0/0", b"damaged")
+    check = ["--repair", "--verify", "--spot_check", "4", *teacher, "--compare", caches["local"]]
     finish(["jax_distill.audit", cache, *check], log)
     student = ["--student", str(tmp_path / "bucket" / "export")]
     finish(["jax_distill.evaluate", f"{cache}/heldout", *student, *teacher], log)
     torch = ["--cache.path", f"{cache}_torch", "--output_dir", str(tmp_path / "torch")]
     finish(["torch_ref.train", *config, *torch, "--device", "cpu"], log)
-    object_store.context.cache_clear()
+    # Not compared: a manifest has the git revision, another one after a commit, and a head hashes
+    # it; what was repaired was computed in batches of another shape.
+    other = re.compile(r"manifest|/head-|^train/(teacher_\w+/c/1/|commits/000001)|writer.lock")
     for which in ("", "_torch"):
         here = local_bytes(tmp_path / f"local_cache{which}")
         there = bucket_bytes(f"s3://caches/run{which}")
-        lacking = {key for key in here if key.split("/")[-1].startswith("writer.lock")}
-        assert here.keys() - lacking == there.keys()
-        # A manifest, which a head hashes, has the git revision, another one after a commit.
-        for key in (key for key in there if "manifest" not in key and "/head-" not in key):
-            assert there[key] == here[key], key
+        same = [{k: x for k, x in each.items() if not other.search(k)} for each in (here, there)]
+        assert same[0] == same[1] and len(same[0]) > 50
     object_store.context.cache_clear()
