@@ -43,9 +43,7 @@ class SeenParagraphs:
             len(self._table) < self._most
         ):
             self._double()
-        rows = np.frombuffer(b"".join(distinct), np.uint64).reshape(-1, 2)
-        pieces = range(0, len(rows), max(1, self._most // 16))  # the room above _FULL is for one
-        found = np.concatenate([self._insert(rows[i : i + pieces.step]) for i in pieces])
+        found = self._insert(np.frombuffer(b"".join(distinct), np.uint64).reshape(-1, 2))
         new = dict(zip(distinct, found.tolist(), strict=True))
         return [new.pop(key, False) for key in keys]
 
@@ -56,6 +54,12 @@ class SeenParagraphs:
 
     def _insert(self, keys: np.ndarray) -> np.ndarray:
         """Which of different keys [n,2] were not there: bool [n]. They are then, if not full."""
+        # A few at a time: for the memory that looking takes, and as the room above _FULL is small.
+        step = max(1, min(1 << 14, self._most // 16))
+        pieces = [self._insert_few(keys[i : i + step]) for i in range(0, len(keys), step)]
+        return np.concatenate(pieces) if pieces else np.zeros(0, bool)
+
+    def _insert_few(self, keys: np.ndarray) -> np.ndarray:
         new, left = np.zeros(len(keys), bool), np.arange(len(keys))
         may_add, last = not self.is_full, len(self._table) - 1
         slots = (keys[:, 0] & np.uint64(last)).astype(np.int64)
