@@ -21,6 +21,7 @@ COMMANDS = MappingProxyType(
         "train": "from a teacher to a distilled student",
         "teacher": "write the cache: the teacher runs once",
         "import_logprobs": "write the cache from logprobs made elsewhere",
+        "grow": "more text for a finished cache",
         "data": "the first rows of its text, as the models see them",
         "student": "cut a student from a teacher",
         "evaluate": "students against the teacher on held-out text",
@@ -44,6 +45,7 @@ WITH_OPTIONS = (
     "train",
     "teacher",
     "import_logprobs",
+    "grow",
     "data",
     "plan",
 )  # that take the keys of a configuration

@@ -172,7 +172,7 @@ def print_facts(cache: Cache) -> None:
         "temperatures": ", ".join(map(str, manifest.temperatures)),
         "clamped gaps": f"{cache.clamped_gaps:,}",
         "optional": ", ".join(manifest.optional),
-        "cache": manifest.fingerprint,
+        "cache": cache.fingerprint,
         "teacher": f"{manifest.teacher_fingerprint} {manifest.teacher_dtype}",
         "tokenizer": manifest.tokenizer_fingerprint,
         "data": manifest.data_fingerprint,
@@ -258,7 +258,7 @@ def audit(cache: Cache, options: argparse.Namespace) -> bool:
         )
     if not cache.manifest.top_k or not cache.commits:
         return True
-    committed = [np.arange(c.first_row, c.last_row + 1) for c in cache.commits.values()]
+    committed = [cache.rows_of(shard) for shard in cache.commits]
     rows = np.concatenate(committed)
     wanted = max(STATISTICS_TOKENS // cache.sequence_length, 1)
     rows = rows[:: max(len(rows) // wanted, 1)]

@@ -183,7 +183,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     train_cache, heldout_cache = teacher.write_caches(config)
     if by_rows:
         start, folder = prepare(train_cache)
-    run.use_cache(train_cache.manifest.fingerprint)
+    run.use_cache(train_cache.fingerprint)
 
     # 2. What the end would refuse is refused now.
     vocab_size = student.vocabulary_size(folder, train_cache)
@@ -258,9 +258,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         if teacher_folder
         else None,
     )
-    card = model_card(
-        summary=summary, config=as_dict(config), cache=train_cache.manifest.fingerprint
-    )
+    card = model_card(summary=summary, config=as_dict(config), cache=train_cache.fingerprint)
     say(f"export: {run.path}/export")
     export.write_folder(
         run.path / "export", model, student=folder, dtype=config.train.param_dtype, card=card

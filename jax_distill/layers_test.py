@@ -27,6 +27,7 @@ LAYERS = (
         "html_tables",
         "preview",
         "repair",
+        "grow",
         "import_logprobs",
     ),
     ("evaluate", "report", "tasks"),

@@ -3,8 +3,6 @@
 
 from collections.abc import Collection
 
-import numpy as np
-
 from jax_distill import sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
@@ -58,7 +56,7 @@ def repair(cache: Cache, teacher: str) -> Cache:
             f"expected the teacher that the cache at {cache.path} was made with, got {teacher}, "
             "which is another by its fingerprint; name that one"
         )
-    rows = KnownRows(cache.rows, [_rows_of(cache, shard) for shard in sorted(shards)])
+    rows = KnownRows(cache.layout.extent, [_rows_of(cache, shard) for shard in sorted(shards)])
     mesh = sharding.make_mesh(data=-1, fsdp=1)
     is_bf16 = manifest.teacher_dtype == "bfloat16"
     config = Config(teacher=TeacherConfig(dtype="bfloat16" if is_bf16 else "float32"))
@@ -79,6 +77,5 @@ def repair(cache: Cache, teacher: str) -> Cache:
 def _rows_of(cache: Cache, number: int) -> Shard:
     """A shard's rows, before its files are deleted."""
     commit = cache.commits[number]
-    rows = np.arange(commit.first_row, commit.last_row + 1)
-    arrays = cache.stored_arrays(rows, ROW_ARRAYS)
+    arrays = cache.stored_arrays(cache.rows_of(number), ROW_ARRAYS)
     return Shard(number, commit.first_row, arrays, commit.resume)

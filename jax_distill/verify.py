@@ -107,7 +107,7 @@ def require_match(verdict: Verdict, cache: Cache) -> None:
 
 def _rows_with_targets(cache: Cache, count: int, seed: int) -> np.ndarray:
     """Chat data may have rows whose every target was cut away."""
-    committed = [np.arange(c.first_row, c.last_row + 1) for c in cache.commits.values()]
+    committed = [cache.rows_of(shard) for shard in cache.commits]
     order = np.random.default_rng(seed).permutation(np.concatenate([*committed, np.arange(0)]))
     chosen: list[int] = []
     for first in range(0, len(order), count):

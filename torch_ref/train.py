@@ -183,7 +183,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
     # 1. The caches, and the models' files.
     caches = open_caches(config)
     train_cache, heldout_cache = caches
-    run.use_cache(train_cache.manifest.fingerprint)
+    run.use_cache(train_cache.fingerprint)
     teacher_path, missing = live_teacher(config, train_cache)
     start, folder = prepare_student(config, run.path, teacher_path, trained=run.trained)
 
@@ -224,7 +224,7 @@ def distil(config: Config, run: Run, *, device: str, compiled: bool) -> None:
         student_parameters=count_parameters(model),
         teacher_parameters=teacher_parameters,
     )
-    fingerprint, program = train_cache.manifest.fingerprint, "jax_distill's torch_ref"
+    fingerprint, program = train_cache.fingerprint, "jax_distill's torch_ref"
     card = model_card(summary=summary, config=as_dict(config), cache=fingerprint, program=program)
     export(model, folder, run.path / "export", card=card)
     loop.finish(run, summary)

@@ -19,10 +19,11 @@ def open_array(
     *,
     rows: int | None,
     level: int | None = None,
+    growing: bool = False,
 ) -> ts.TensorStore:
     """The array `name` of N `rows`, or of as many as come (None: it is made for OPEN_ROWS); made
     where it is not there, if `level` says how to compress it. An array that is there keeps its
-    level.
+    level. growing: for rows beyond those that its zarr.json has, which is left as it is.
 
     Raises:
         ValueError: its zarr.json says anything else than the manifest does: shape, dtype, chunks,
@@ -55,6 +56,9 @@ def open_array(
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         },
     }
+    if growing:
+        settings["clevel"] = LEVEL  # what is there reads alike
+        return ts.open(spec, open=True, assume_metadata=True, context=location.context).result()
     if create and rows is None and "clevel" not in settings:
         del spec["metadata"]["shape"]  # as it began, or as a writer that was killed has left it
         array = ts.open(spec, open=True, context=location.context).result()
@@ -62,6 +66,13 @@ def open_array(
     if create:
         return ts.open(spec, open=True, create=True, context=location.context).result()
     return ts.open(spec, open=True, read=True, context=location.context).result()
+
+
+def resize(location: Location, name: str, manifest: Manifest, rows: int) -> None:
+    """Let the array `name`, which is there, have so many rows. No shard is touched."""
+    spec = {"driver": "zarr3", "kvstore": location.spec(name)}
+    array = ts.open(spec, open=True, context=location.context).result()
+    array.resize(exclusive_max=[rows, *array.shape[1:]], resize_metadata_only=True).result()
 
 
 def inner_length(sequence_length: int) -> int:

@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 from jax_distill.base.errors import RunError
 from jax_distill.base.json_object import one_line
+from jax_distill.cache.layout import Layout
 from jax_distill.cache.location import Location, sha256_hex
 from jax_distill.cache.manifest import Manifest, digest, parse_object, whole_number
 
@@ -71,9 +73,17 @@ class Commit:
     resume: dict[str, Any] | None = None
 
     @classmethod
-    def parse(cls, content: bytes, *, key: str, manifest: Manifest, rows: int | None) -> Self:
-        """Raises one of JSON_ERRORS where it is not the commit `key` of such a cache of N `rows`
-        (None: not known)."""
+    def parse(
+        cls,
+        content: bytes,
+        *,
+        key: str,
+        manifest: Manifest,
+        rows: int | None,
+        short: Mapping[int, int] = MappingProxyType({}),
+    ) -> Self:
+        """Raises one of JSON_ERRORS where it is not the commit `key` of such a cache, whose arrays
+        have `rows` (None: not known). short: shard → its rows, of those before a growth."""
         commit = cls(**_without_sha256(parse_object(content)))
         size, top_k = manifest.shard_rows, manifest.top_k
         most = OPEN_ROWS if rows is None else rows
@@ -81,9 +91,10 @@ class Commit:
         if key != commit_key(shard):
             raise ValueError(f"expected the commit of {key}, got that of shard {shard}")
         first = shard * size
-        last = min(first + size, most) - 1
+        last = min(first + short.get(shard, size), most) - 1
         whole_number("first_row", commit.first_row, first, first)
-        last = whole_number("last_row", commit.last_row, first if rows is None else last, last)
+        is_open = rows is None and shard not in short
+        last = whole_number("last_row", commit.last_row, first if is_open else last, last)
         positions = (last - first + 1) * manifest.sequence_length
         whole_number("tokens", commit.tokens, 0, positions)
         whole_number("targets", commit.targets, 0, positions)
@@ -133,7 +144,8 @@ class Head:
     """The state of a cache as a whole. The last whole head counts; older ones are history.
 
     Attributes:
-        rows: N; 0 while it is not known.
+        rows: N; 0 while it is not known. Of a cache that has grown, the arrays' rows (`Layout`).
+        growth: of each time it has grown, `rows` before that and the text's `data_fingerprint`.
         finished: whether every shard is committed; the counts are of those in `metadata`.
         metadata: key → sha256 of the manifest, each array's zarr.json and, once finished, each
             commit.
@@ -147,10 +159,17 @@ class Head:
     smallest_token: int
     largest_token: int
     metadata: dict[str, str]
+    growth: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of(
-        cls, rows: int, metadata: dict[str, str], commits: dict[int, Commit], *, finished: bool
+        cls,
+        rows: int,
+        metadata: dict[str, str],
+        commits: dict[int, Commit],
+        *,
+        finished: bool,
+        growth: tuple[dict[str, Any], ...] = (),
     ) -> Self:
         """The head of these commits."""
         each = commits.values()
@@ -163,17 +182,27 @@ class Head:
             smallest_token=min((commit.smallest_token for commit in each), default=0),
             largest_token=max((commit.largest_token for commit in each), default=0),
             metadata=dict(sorted(metadata.items())),
+            growth=growth,
         )
+
+    def layout(self, shard_rows: int) -> Layout:
+        """Where the rows stand."""
+        return Layout(self.rows, [each["rows"] for each in self.growth], shard_rows)
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
         """Raises one of JSON_ERRORS where it is not a whole head."""
-        head = cls(**_without_sha256(parse_object(content)))
+        values = _without_sha256(parse_object(content))
+        head = cls(**values | {"growth": tuple(values.get("growth", ()))})
         if type(head.finished) is not bool:
             raise TypeError(f"finished: expected true or false, got {head.finished!r}")
         whole_number("rows", head.rows, int(head.finished), OPEN_ROWS)
+        before = 0
+        for growth in head.growth:
+            before = whole_number("growth.rows", growth["rows"], before + 1, head.rows - 1)
+            check_sha256("growth.data_fingerprint", growth["data_fingerprint"])
         for each in fields(cls):
-            if each.name not in ("rows", "finished", "metadata"):
+            if each.name not in ("rows", "finished", "metadata", "growth"):
                 whole_number(each.name, getattr(head, each.name), 0, 1 << 62)
         for key, sha256 in head.metadata.items():
             check_sha256(key, sha256)
@@ -181,7 +210,10 @@ class Head:
 
     def to_json(self) -> bytes:
         """The file's content, its own sha256 among it."""
-        return _with_sha256(asdict(self))
+        values = asdict(self)
+        if not self.growth:
+            del values["growth"]
+        return _with_sha256(values)
 
 
 class State(NamedTuple):
@@ -236,17 +268,28 @@ class Commits(NamedTuple):
 
 
 def read_commits(
-    location: Location, manifest: Manifest, rows: int | None, head: Head | None
+    location: Location,
+    manifest: Manifest,
+    rows: int | None,
+    head: Head | None,
+    *,
+    growing: bool = False,
 ) -> Commits:
-    """Every commit of a cache of N `rows` (None: not known); one that the head names by another
-    sha256 is damaged."""
+    """Every commit of a cache whose arrays have `rows` (None: not known); one that the head names
+    by another sha256 is damaged. What a growth has left beyond a finished head counts where it is
+    `growing` alone."""
     found = Commits({}, {}, {})
+    short: Mapping[int, int] = {}
+    if head is not None:
+        ends = [each["rows"] for each in head.growth] + ([head.rows] if growing else [])
+        short = Layout(head.rows, ends, manifest.shard_rows).short
+    beyond = set() if growing else set(growth_leftovers(location, manifest, head))
     for key in location.keys("commits"):
-        if "/head-" in key or not key.endswith(".json"):
+        if "/head-" in key or not key.endswith(".json") or key in beyond:
             continue
         try:
             content = location.read(key) or b""
-            commit = Commit.parse(content, key=key, manifest=manifest, rows=rows)
+            commit = Commit.parse(content, key=key, manifest=manifest, rows=rows, short=short)
             if head and head.metadata.get(key, sha256_hex(content)) != sha256_hex(content):
                 raise ValueError("it is not the commit that the head names")
         except JSON_ERRORS as error:
@@ -257,13 +300,26 @@ def read_commits(
     return found
 
 
-def resume_point(path: str) -> dict[str, Any] | None:
+def growth_leftovers(location: Location, manifest: Manifest, head: Head | None) -> list[str]:
+    """Keys of the commits that a growth which was stopped has left beyond a finished head."""
+    if head is None or not head.finished:
+        return []
+    shards = -(-head.rows // manifest.shard_rows)
+    keys = [key.removeprefix("commits/").removesuffix(".json") for key in location.keys("commits")]
+    return [commit_key(int(key)) for key in keys if key.isdecimal() and int(key) >= shards]
+
+
+def resume_point(path: str, growth: str | None = None) -> dict[str, Any] | None:
     """What the commit before the first shard that the cache at `path` lacks says of where the rows
-    after it can be made from; None: from the beginning. Raises as `read_state`."""
+    after it can be made from; None: from the beginning. growth: of the shards that the growth of
+    this data fingerprint has left. Raises as `read_state`."""
     state = read_state(Location(path))
     if state is None:
         return None
-    known = state.head.rows or None if state.head else None
-    commits = read_commits(Location(path), state.manifest, known, state.head).whole
+    known = state.head.rows or None if state.head and not growth else None
+    commits = read_commits(
+        Location(path), state.manifest, known, state.head, growing=bool(growth)
+    ).whole
     first = next(number for number in itertools.count() if number not in commits)
-    return commits[first - 1].resume if first else None
+    resume = commits[first - 1].resume if first else None
+    return resume if (resume or {}).get("growth") == growth else None

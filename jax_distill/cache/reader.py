@@ -20,9 +20,15 @@ from jax_distill.cache.documents import (
     read_commits,
     read_state,
 )
-from jax_distill.cache.integrity import metadata_problems, shard_problems
-from jax_distill.cache.location import Location
-from jax_distill.cache.manifest import HIDDEN_PREFIX, SAMPLINGS, TEACHER_ARRAYS, Manifest
+from jax_distill.cache.integrity import longer_array, metadata_problems, shard_problems
+from jax_distill.cache.location import Location, sha256_hex
+from jax_distill.cache.manifest import (
+    HIDDEN_PREFIX,
+    SAMPLINGS,
+    TEACHER_ARRAYS,
+    Manifest,
+    digest,
+)
 
 
 def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[int, str, str] | None:
@@ -45,6 +51,7 @@ class Cache:
         manifest: what it is.
         head: its state as a whole.
         rows: N, committed or not; while it is not known, up to the last that is committed.
+        layout: where they stand in the arrays.
         commits: shard -> its commit (row range, sha256 and size of its files, tokens, targets).
     """
 
@@ -70,7 +77,9 @@ class Cache:
         known = state.head.rows or None
         self._commits: Commits = read_commits(location, manifest, known, self.head)
         committed = self._commits.whole.values()
-        self.rows = known or max((commit.last_row + 1 for commit in committed), default=0)
+        extent = known or max((commit.last_row + 1 for commit in committed), default=0)
+        self.layout = replace(self.head, rows=extent).layout(manifest.shard_rows)
+        self.rows = self.layout.rows
         self._arrays = {name: self._open(name) for name in manifest.array_shapes()}
 
     @classmethod
@@ -86,10 +95,13 @@ class Cache:
         return cls(Location(path))
 
     def _open(self, name: str) -> ts.TensorStore:
+        key, rows = metadata_key(name), self.head.rows or None
         try:
-            return open_array(self.location, name, self.manifest, rows=self.head.rows or None)
+            return open_array(self.location, name, self.manifest, rows=rows)
         except ValueError as error:
-            key = metadata_key(name)
+            content = longer_array(self.location.read(key) or b"", self.head.rows)
+            if sha256_hex(content) == self.head.metadata.get(key):
+                return open_array(self.location, name, self.manifest, rows=rows, growing=True)
             found = "that does not fit the manifest" if self.location.read(key) else "nothing there"
             raise RunError(
                 f"expected a whole {key} in the cache at {self.path}, got one {found}: "
@@ -106,12 +118,25 @@ class Cache:
         return self._commits.whole
 
     @property
+    def fingerprint(self) -> str:
+        """One name for the rows and targets that are there now: the manifest's, and what the cache
+        has grown by."""
+        if not self.head.growth:
+            return self.manifest.fingerprint
+        return digest([self.manifest.fingerprint, *self.head.growth])
+
+    def rows_of(self, shard: int) -> np.ndarray:
+        """The rows of a committed shard."""
+        commit = self.commits[shard]
+        return self.layout.rows_between(commit.first_row, commit.last_row)
+
+    @property
     def sequence_length(self) -> int:
         return self.manifest.sequence_length
 
     @property
     def shards(self) -> int:
-        return -(-self.rows // self.manifest.shard_rows)
+        return -(-self.layout.extent // self.manifest.shard_rows)
 
     @property
     def shard_count(self) -> str:
@@ -318,6 +343,7 @@ class Cache:
             raise IndexError(
                 f"expected rows from 0 to {self.rows - 1}, got {rows.min()}..{rows.max()}"
             )
+        rows = self.layout.positions(rows)
         for shard in np.unique(rows // self.manifest.shard_rows):
             if int(shard) not in self.commits:
                 raise UserError(

@@ -11,13 +11,15 @@ from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.json_object import one_line
 from jax_distill.batch import EncodedTopK
-from jax_distill.cache.arrays import LEVEL, metadata_key, open_array, shard_file
+from jax_distill.cache.arrays import LEVEL, metadata_key, open_array, resize, shard_file
 from jax_distill.cache.documents import (
     MANIFEST,
     RERUN,
     Commit,
+    Commits,
     Head,
     commit_key,
+    growth_leftovers,
     head_key,
     read_commits,
     read_state,
@@ -44,16 +46,17 @@ class Writer:
         rows: int | None,
         lock: WriterLock | None,
         level: int = LEVEL,
+        growth: str | None = None,
     ):
         state = read_state(location)
         assert state is not None  # `create` has just put it there
-        self._head, self._number = state.head, state.number
-        if rows is None and state.head is not None:
+        self._head, self._number, self._growth = state.head, state.number, growth
+        if rows is None and state.head is not None and not growth:
             rows = state.head.rows or None
         self.path, self.manifest, self.rows = str(location), manifest, rows
         self._location, self._lock = location, lock
         self._arrays = {name: self._open(name, level) for name in manifest.array_shapes()}
-        self._commits = read_commits(location, manifest, rows, state.head)
+        self._commits = self._read_commits()
         for key, problem in self._commits.damaged.items():
             say(f"{location}: {key} is damaged ({problem}): its shard is written again")
         if lock is None:
@@ -63,9 +66,32 @@ class Writer:
             self._write_head(Head.of(rows or 0, self._metadata(), {}, finished=False))
         self._finish()
 
+    def _read_commits(self) -> Commits:
+        is_growing = self._growth is not None
+        found = read_commits(
+            self._location, self.manifest, self.rows, self._head, growing=is_growing
+        )
+        if is_growing:
+            for shard in self._given_up(found):
+                del found.whole[shard], found.sha256[commit_key(shard)]
+        return found
+
+    def _given_up(self, commits: Commits) -> list[int]:
+        """Shards of the growth with another text, which was given up."""
+        assert self._head is not None
+        begin = -(-self._head.rows // self.manifest.shard_rows)
+        return [
+            shard
+            for shard, commit in commits.whole.items()
+            if shard >= begin and (commit.resume or {}).get("growth") != self._growth
+        ]
+
     def _open(self, name: str, level: int) -> ts.TensorStore:
+        growing = self._growth is not None
         try:
-            return open_array(self._location, name, self.manifest, rows=self.rows, level=level)
+            return open_array(
+                self._location, name, self.manifest, rows=self.rows, level=level, growing=growing
+            )
         except ValueError as error:
             key = metadata_key(name)
             if self._location.read(key) is None:
@@ -90,7 +116,14 @@ class Writer:
         """Write the finished head, where every shard is committed and it is not there."""
         if self._lock is not None and self.rows is not None and not self.missing_shards():
             metadata = self._metadata() | self._commits.sha256
-            self._write_head(Head.of(self.rows, metadata, self._commits.whole, finished=True))
+            growth = self._head.growth if self._head else ()
+            if self._growth:
+                assert self._head is not None
+                growth += ({"rows": self._head.rows, "data_fingerprint": self._growth},)
+                self._growth = None
+            self._write_head(
+                Head.of(self.rows, metadata, self._commits.whole, finished=True, growth=growth)
+            )
 
     def finish(self, rows: int) -> None:
         """Count what all processes have committed, once they are done, and that these are N `rows`
@@ -102,20 +135,22 @@ class Writer:
         """
         _check_rows(self._location, self.rows, rows)
         if self.rows is None:
+            self._commits = self._read_commits()
             self.rows = rows
             with self._location.writing():
-                for name, array in self._arrays.items():
-                    whole = [rows, *array.shape[1:]]
-                    self._arrays[name] = array.resize(
-                        exclusive_max=whole, resize_metadata_only=True
-                    ).result()
-        self._commits = read_commits(self._location, self.manifest, self.rows, self._head)
+                for name in self._arrays:
+                    resize(self._location, name, self.manifest, rows)
+        else:
+            self._commits = self._read_commits()
         self._finish()
 
     def _remove_leftovers(self) -> None:
         """Delete shards without a commit, and files that a killed writer had not yet renamed:
         TensorStore reads a partial last shard before it writes it."""
         self._location.delete_temporary()
+        for key in growth_leftovers(self._location, self.manifest, self._head):
+            if key not in self._commits.sha256:
+                self._location.delete(key)
         for name in self._arrays:
             keep = {shard_file(self.manifest, name, shard) for shard in self._commits.whole}
             for key in self._location.keys(f"{name}/c"):
@@ -131,7 +166,11 @@ class Writer:
         assert self.rows is not None, "how many rows come is not known"
         size = self.manifest.shard_rows
         shards = range(-(-self.rows // size))
-        every = [(shard, shard * size, min((shard + 1) * size, self.rows) - 1) for shard in shards]
+        short = self._head.layout(size).short if self._head else {}
+        every = [
+            (shard, shard * size, min(shard * size + short.get(shard, size), self.rows) - 1)
+            for shard in shards
+        ]
         return [each for each in every if each[0] not in self._commits.whole]
 
     def write(
@@ -147,7 +186,9 @@ class Writer:
         first = shard * self.manifest.shard_rows
         count = len(arrays["tokens"])
         if self.rows is not None:
-            count = min(self.manifest.shard_rows, self.rows - first)
+            size = self.manifest.shard_rows
+            short = self._head.layout(size).short if self._head else {}
+            count = min(short.get(shard, size), self.rows - first)
         last = first + count - 1
         self._check(arrays, count)
         clamped = self._count_clamped(arrays, first) if self.manifest.top_k else 0
@@ -246,7 +287,13 @@ class Writer:
 
 
 def create(
-    path: str, manifest: Manifest, rows: int | None, *, level: int = LEVEL, is_first: bool = True
+    path: str,
+    manifest: Manifest,
+    rows: int | None,
+    *,
+    level: int = LEVEL,
+    is_first: bool = True,
+    growth: str | None = None,
 ) -> Writer:
     """Start a cache of `rows` rows at `path`, or resume the one that an earlier run left there.
 
@@ -254,6 +301,9 @@ def create(
     level: of zstd, for a cache that is not there yet; one that is keeps its own.
     is_first: of several processes that write shards of their own the first one, which has the lock;
         the others call this once it has returned there.
+
+    growth: the data fingerprint of the text by which a finished cache grows: shards are added, and
+        count once `Writer.finish` was called; until then the cache is what it was.
 
     Raises:
         UserError: not a folder that can be written; another process writes it; K or the
@@ -285,7 +335,7 @@ def create(
         lock = location.lock()
         try:
             _claim(location, manifest, rows)
-            return Writer(location, manifest, rows, lock, level)
+            return Writer(location, manifest, rows, lock, level, growth)
         except BaseException:
             lock.release()
             raise

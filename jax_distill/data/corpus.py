@@ -64,6 +64,7 @@ class Corpus:
         format: str = "auto",
         tokenizer: Tokenizer | None,
         heldout_fraction: float,
+        holds_out_one: bool = True,
     ):
         """Reads the sources once, for the split.
 
@@ -72,6 +73,7 @@ class Corpus:
             format: of every source.
             tokenizer: None reads `texts` alone.
             heldout_fraction: in [0, 1).
+            holds_out_one: as point 1 says; else the hash alone decides.
 
         Raises:
             UserError: see `read_raw`; weights that make no sense; fewer than two documents.
@@ -80,7 +82,9 @@ class Corpus:
         self._eos_id = tokenizer.eos_id if tokenizer else None
         self.sources = names_of(self._sources)
         say(f"reading {self.sources}")
-        self._survey = survey_sources(self._sources, format, self._eos_id, heldout_fraction)
+        self._survey = survey_sources(
+            self._sources, format, self._eos_id, heldout_fraction, at_least_one=holds_out_one
+        )
         self._read: dict[Split, _Counted] = {}
 
     @property

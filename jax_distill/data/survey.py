@@ -76,9 +76,15 @@ def read_items(source: Source, format: str, eos_id: int | None) -> Iterator[Item
 
 
 def survey_sources(
-    sources: list[Source], format: str, eos_id: int | None, fraction: float
+    sources: list[Source],
+    format: str,
+    eos_id: int | None,
+    fraction: float,
+    *,
+    at_least_one: bool = True,
 ) -> Survey:
-    """One pass: which digests are held out, and how much there is of both parts."""
+    """One pass: which digests are held out, and how much there is of both parts. at_least_one: of
+    a fraction above 0, in both."""
     bound = int(fraction * 2.0**64).to_bytes(8, "big") + bytes(24) if fraction else b""
     survey = Survey(documents=[0] * len(sources), threshold=bound)
     smallest, largest = _Extreme(bytes([255]) * 33), _Extreme(b"")
@@ -94,6 +100,8 @@ def survey_sources(
             split: Split = "heldout" if item.digest < bound else "train"
             survey.sizes[split] += item.size
             survey.count[split] += 1
+    if not at_least_one:
+        return survey
     total = survey.count.total()
     if fraction and smallest.digest >= largest.digest:
         got = f"{total:,} that are all the same" if total > 1 else total

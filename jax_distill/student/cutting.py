@@ -74,7 +74,7 @@ def make_student(
     source = {
         "form": FORM,
         "cut": dataclasses.asdict(cut),
-        "rows": cache.manifest.fingerprint if cache and cut.reads_rows else None,
+        "rows": cache.fingerprint if cache and cut.reads_rows else None,
         "teacher": teacher_fingerprint(teacher),
         "text_files": {name: sha256_of(teacher / name) for name in names},
     }

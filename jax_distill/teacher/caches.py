@@ -29,7 +29,7 @@ from jax_distill.teacher.writing import format_bytes, write_cache
 SPLITS: tuple[data.Split, ...] = ("train", "heldout")
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What decides both caches; quick to gather, so that a second run is."""
 
     tokenizer: data.Tokenizer
@@ -82,7 +82,7 @@ def data_path(config: Config) -> str | list[Source]:
     return [replace(source, path=find_path(source.path)) for source in path]
 
 
-def _plan(config: Config) -> _Plan:
+def make_plan(config: Config) -> Plan:
     teacher = find_teacher(config.teacher.path) if config.teacher.path else None
     if teacher and teacher.folder is None and not config.teacher.is_live:
         teacher.require_caches(config)  # before the tokenizer of another folder is asked for
@@ -113,7 +113,7 @@ def _plan(config: Config) -> _Plan:
         )
         for split in SPLITS
     }
-    return _Plan(tokenizer, teacher, path, stamps, manifests)
+    return Plan(tokenizer, teacher, path, stamps, manifests)
 
 
 def _of_teacher(
@@ -188,32 +188,33 @@ def _finished(path: str, manifest: Manifest) -> Cache | None:
     return cache if cache.complete else None
 
 
-def _text_rows(
-    config: Config, plan: _Plan, corpus: data.Corpus, paths: dict[data.Split, str]
-) -> dict[data.Split, TextRows]:
-    """The rows of the caches at `paths`, the first shard of each made: what is wrong with the text
-    is said before a model is there."""
+def text_rows(
+    config: Config,
+    plan: Plan,
+    corpus: data.Corpus,
+    split: data.Split,
+    manifest: Manifest,
+    start: dict[str, Any] | None,
+) -> TextRows:
+    """The rows of one part, from `start` on (a commit's `resume`), the first shard of them made:
+    what is wrong with the text is said before a model is there."""
     text = config.data
-    rows: dict[data.Split, TextRows] = {}
-    for split, path in paths.items():
-        manifest = plan.manifests[split]
-        start = processes.from_primary(partial(resume_point, path))
-        rows[split] = TextRows(
-            corpus,
-            split,
-            manifest,
-            options={"packing": text.packing, "separate_documents": text.separate_documents},
-            start=start,
-            contexts=_contexts(config, plan),
-            refuse_teacher=config.teacher.beyond_context == "refuse",
-            has_table=plan.teacher is not None,
-            stamps=plan.stamps,
-        )
-        rows[split].begin()
+    rows = TextRows(
+        corpus,
+        split,
+        manifest,
+        options={"packing": text.packing, "separate_documents": text.separate_documents},
+        start=start,
+        contexts=contexts(config, plan),
+        refuse_teacher=config.teacher.beyond_context == "refuse",
+        has_table=plan.teacher is not None,
+        stamps=plan.stamps,
+    )
+    rows.begin()
     return rows
 
 
-def _contexts(config: Config, plan: _Plan) -> dict[str, int]:
+def contexts(config: Config, plan: Plan) -> dict[str, int]:
     """`teacher`, `student` → their max_position_embeddings, where rows may be longer."""
     teacher = plan.teacher.model if plan.teacher else None
     cut = config.student.from_teacher is not None
@@ -239,7 +240,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             `write_cache`.
         RunError: a cache is damaged.
     """
-    plan = processes.primary_first(lambda: _plan(config))
+    plan = processes.primary_first(lambda: make_plan(config))
     paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
     finished = processes.primary_first(
         lambda: {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
@@ -262,7 +263,17 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
         tokenizer=plan.tokenizer,
         heldout_fraction=config.data.heldout_fraction,
     )
-    rows = _text_rows(config, plan, corpus, missing)
+    rows = {
+        split: text_rows(
+            config,
+            plan,
+            corpus,
+            split,
+            plan.manifests[split],
+            processes.from_primary(partial(resume_point, path)),
+        )
+        for split, path in missing.items()
+    }
     model = None
     if teacher_folder is not None and not config.teacher.is_live:
         model = load_teacher(teacher_folder, config, mesh)
@@ -282,7 +293,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
             f"{cache.nbytes / max(cache.tokens, 1):.1f} bytes a token"
         )
     say(f"text: {corpus.counts}")
-    for name, limit in _contexts(config, plan).items():
+    for name, limit in contexts(config, plan).items():
         data.check_context(sum(each.beyond[name] for each in rows.values()), limit, name)
     train, heldout = finished["train"], finished["heldout"]
     assert train and heldout

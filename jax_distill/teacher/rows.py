@@ -74,6 +74,35 @@ class KnownRows:
         return iter(self._shards)
 
 
+class AppendedRows:
+    """The rows by which a cache grows, from a shard of their own on.
+
+    Args:
+        rows: the new ones, counted from 0.
+        first_shard: the number of their first shard.
+        growth: what the commits call this growth: its text's data fingerprint.
+    """
+
+    def __init__(self, rows: "TextRows", first_shard: int, shard_rows: int, growth: str):
+        self._rows, self._growth = rows, growth
+        self._shard, self._row = first_shard, first_shard * shard_rows
+
+    @property
+    def count(self) -> int | None:
+        return None if self._rows.count is None else self._row + self._rows.count
+
+    @property
+    def expected(self) -> int:
+        return self._row + self._rows.expected
+
+    def shards(self) -> Iterator[Shard]:
+        for shard in self._rows.shards():
+            resume = {**(shard.resume or {}), "growth": self._growth}
+            yield Shard(
+                shard.number + self._shard, shard.first_row + self._row, shard.arrays, resume
+            )
+
+
 @dataclass(frozen=True)
 class Mark:
     """Where rows can be made from: the beginning of a block of the packer.

@@ -58,6 +58,7 @@ def write_cache(
     mesh: Mesh,
     batch_size: int,
     chunk_size: int,
+    growth: str | None = None,
 ) -> Cache:
     """Run the teacher over the rows that the cache at `path` lacks, and commit them shard by shard.
 
@@ -69,6 +70,7 @@ def write_cache(
     Args:
         batch_size: rows per teacher step; a shard begins a new one.
         chunk_size: tokens per device whose logits are in memory at a time.
+        growth: see `cache.create`.
 
     Raises:
         UserError: the cache there is another one (`cache.create`), or the disk is too small; what
@@ -78,7 +80,7 @@ def write_cache(
     share, is_first = sharding.row_share(mesh), processes.is_primary_process()
     known = rows.count if isinstance(rows, KnownRows) else None
     with processes.primary_first(
-        lambda: create(path, manifest, known, is_first=is_first)
+        lambda: create(path, manifest, known, is_first=is_first, growth=growth)
     ) as writer:
         committed = frozenset(processes.from_primary(writer.committed))
         work = Work(rows, committed, share, manifest.shard_rows, batch_size // share.parts)

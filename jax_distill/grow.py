@@ -1,0 +1,102 @@
+"""More text for a cache that is finished:
+
+    python -m jax_distill.grow --config X.yaml --more FILE_OR_FOLDER
+
+X.yaml is the configuration that the cache was made with, its data.path as it was: nothing that is
+there is made again. The same teacher reads the new text, and `<cache.path>/train` gets its rows,
+from a shard of their own on; they count once all of them are there, and until then the cache is
+what it was. Re-run the same command to resume. `<cache.path>/heldout` stays, so that tables before
+and after can be compared; documents of the new text that the hash holds out are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jax_distill import data, processes, sharding
+from jax_distill.base.command import CommandLine, above_zero, run_command
+from jax_distill.base.console import say
+from jax_distill.base.errors import UserError
+from jax_distill.base.files import find_path
+from jax_distill.cache import Cache, refuse_other_cache, resume_point
+from jax_distill.config import Config, load
+from jax_distill.teacher import load_teacher, write_cache
+from jax_distill.teacher.caches import contexts, make_plan, text_rows
+from jax_distill.teacher.rows import AppendedRows
+
+
+def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
+    """The training cache with the rows of `more` behind its own, at most `max_rows` of them.
+
+    Raises:
+        UserError: no finished cache there, one of another configuration, or one that was made from
+            this text; several processes; see also `write_cache`.
+        RunError: a damaged cache.
+    """
+    if config.mesh.coordinator_address:
+        raise UserError("expected one process to grow a cache, got a coordinator; start one alone")
+    plan, path = make_plan(config), f"{config.cache.path}/train"
+    manifest = plan.manifests["train"]
+    cache = Cache.open(path)
+    refuse_other_cache(path, cache.manifest, manifest)
+    cache.require_complete()
+    more, form = find_path(more), config.data.format
+    settings = {} if max_rows is None else {"max_rows": max_rows}
+    stamps = data.file_stamps(more, format=form)
+    growth = data.fingerprint(more, format=form, tokenizer=plan.tokenizer, settings=settings)
+    if growth in [each["data_fingerprint"] for each in cache.head.growth]:
+        say(f"cache: {path} has the rows of {more}")
+        return cache
+    if growth == manifest.data_fingerprint:
+        raise UserError(
+            f"expected other text than the cache at {path} was made from, got {more}; name new text"
+        )
+    corpus = data.Corpus(
+        more,
+        format=form,
+        tokenizer=plan.tokenizer,
+        heldout_fraction=config.data.heldout_fraction,
+        holds_out_one=False,
+    )
+    wanted = replace(manifest, data={**manifest.data, "max_rows": max_rows})
+    start = resume_point(path, growth)
+    rows = text_rows(config, plan._replace(stamps=stamps), corpus, "train", wanted, start)
+    mesh, model = sharding.make_mesh(**config.mesh.axes), None
+    sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
+    if plan.teacher is not None and not config.teacher.is_live:
+        model = load_teacher(plan.teacher.require_model(other="grow")[0], config, mesh)
+    before = cache.rows
+    cache = write_cache(
+        path,
+        manifest,
+        AppendedRows(rows, cache.shards, manifest.shard_rows, growth),
+        model=model,
+        mesh=mesh,
+        batch_size=config.teacher.batch_size,
+        chunk_size=config.loss.chunk_size,
+        growth=growth,
+    )
+    cache.require_complete()
+    say(f"text: {corpus.counts}")
+    for name, limit in contexts(config, plan).items():
+        data.check_context(rows.beyond[name], limit, name)
+    say(f"cache: {path} has grown from {before:,} to {cache.rows:,} rows, {cache.tokens:,} tokens")
+    return cache
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line above; all options of a configuration besides."""
+    parser = CommandLine("jax_distill.grow", description=__doc__, add_help=False)
+    parser.add_argument("--more", help="text as data.path has it, in the same format")
+    parser.add_argument("--rows", type=above_zero, help="at most so many (all)")
+    options, rest = parser.parse_known_args(argv)
+    if {"--help", "-h"} & set(rest):
+        parser.print_help()
+    config = load(rest, "jax_distill.grow")
+    if not options.more:
+        raise UserError("expected --more FILE_OR_FOLDER with new text, got none; name it")
+    with processes.started(**config.mesh.processes):
+        grow(config, options.more, max_rows=options.rows)
+
+
+if __name__ == "__main__":
+    run_command(main)
