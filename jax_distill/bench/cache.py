@@ -36,6 +36,12 @@ from jax_distill.base.files import check_new_file, write_json
 from jax_distill.cache import Cache, arrays, create
 from jax_distill.cache.arrays import INNER_CHUNK, LEVEL
 
+CODECS = [
+    f"{cname}:{shuffle}"
+    for cname in ("zstd", "zlib", "lz4", "lz4hc", "blosclz")
+    for shuffle in ("shuffle", "bitshuffle", "noshuffle")
+]
+"""Of blosc: a compressor, and how it puts a chunk's bytes in order. The first is the format's."""
 READS = ("cold", "", "sequential")  # after read_tokens_per_second_
 
 
@@ -71,13 +77,25 @@ def forget(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def chunks_of(positions: int) -> Iterator[None]:
-    """Caches with other inner chunks than the format's, written and read inside of this alone."""
+def made_otherwise(positions: int, codec: str) -> Iterator[None]:
+    """Caches with other inner chunks and another codec than the format's, written and read inside
+    of this alone."""
+    format_blosc = arrays.BLOSC
+    cname, shuffle = codec.split(":")
     arrays.INNER_CHUNK = positions
+    arrays.BLOSC = {**format_blosc, "cname": cname, "shuffle": shuffle}
     try:
         yield
     finally:
-        arrays.INNER_CHUNK = INNER_CHUNK
+        arrays.INNER_CHUNK, arrays.BLOSC = INNER_CHUNK, format_blosc
+
+
+def codecs(text: str) -> list[str]:
+    """`zstd:shuffle,lz4:bitshuffle`, as argparse's `type`."""
+    found = text.split(",")
+    if wrong := [codec for codec in found if codec not in CODECS]:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(CODECS)}, got {wrong[0][:40]!r}")
+    return found
 
 
 def measure(
@@ -85,6 +103,7 @@ def measure(
     of: Cache,
     *,
     rows: int,
+    codec: str,
     level: int,
     inner_chunk: int,
     shard_rows: int,
@@ -94,7 +113,7 @@ def measure(
     inner_chunk: positions at most that are compressed together."""
     manifest = replace(of.manifest, shard_rows=min(shard_rows, rows))
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder, chunks_of(inner_chunk):
+    with tempfile.TemporaryDirectory() as folder, made_otherwise(inner_chunk, codec):
         begin = time.perf_counter()
         with create(folder, manifest, rows, level=level) as writer:
             for shard, first, last in writer.missing_shards():
@@ -103,6 +122,7 @@ def measure(
         seconds = time.perf_counter() - begin
         cache = Cache.open(folder)
         found = {
+            "codec": codec,
             "level": level,
             "inner_chunk": arrays.inner_length(manifest.sequence_length),
             "shard_rows": manifest.shard_rows,
@@ -132,7 +152,7 @@ def print_bytes(cache: Cache, stored: dict[str, np.ndarray]) -> None:
 
 def print_rates(rows: list[dict[str, Any]]) -> None:
     """The settings beside each other, rates in thousands of tokens a second."""
-    titles = ("zstd", "chunk", "shard", "GB", "bytes", "write", "random, cold", "random")
+    titles = ("codec", "level", "chunk", "shard", "GB", "bytes", "write", "random, cold", "random")
     table = Table(*titles, "in order, cold")
     table.title = "positions a chunk, rows a shard, bytes a token, thousands of tokens a second"
     for *setting, total, size, write, cold, warm, in_order in (row.values() for row in rows):
@@ -145,9 +165,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line above."""
     parser = CommandLine("jax_distill.bench cache", description=__doc__)
     parser.add_argument("cache", help="a finished cache with a teacher, e.g. cache/train")
-    parser.add_argument(
-        "--level", type=positive_numbers, default=[LEVEL], help="zstd levels, 1 to 9"
-    )
+    parser.add_argument("--codec", type=codecs, default=CODECS[:1], help=", ".join(CODECS))
+    parser.add_argument("--level", type=positive_numbers, default=[LEVEL], help="levels, 1 to 9")
     parser.add_argument("--shard_rows", type=positive_numbers, help="default: the cache's own")
     parser.add_argument(
         "--inner_chunk", type=positive_numbers, default=[INNER_CHUNK], help="positions at most"
@@ -185,13 +204,14 @@ def main(argv: Sequence[str]) -> int:
             stored,
             cache,
             rows=rows,
+            codec=codec,
             level=level,
             inner_chunk=inner_chunk,
             shard_rows=shard,
             batch_size=options.batch_size,
         )
-        for level, inner_chunk, shard in itertools.product(
-            options.level, options.inner_chunk, shards
+        for codec, level, inner_chunk, shard in itertools.product(
+            options.codec, options.level, options.inner_chunk, shards
         )
     ]
     print_rates(found)

@@ -1,6 +1,7 @@
 """The bench of caches: it writes and reads what it says, and its entropies are the definition's."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,26 @@ def test_chunks_of_other_sizes_and_more_rows_than_the_cache_has_are_written_and_
     assert whole_rows["bytes_per_token"] == made.nbytes / made.tokens
     assert "30 rows of 12 tokens, K = 5" in capsys.readouterr().out
     assert bench.arrays.INNER_CHUNK == bench.INNER_CHUNK, "the format's own again"
+
+
+def test_other_codecs_are_written_and_the_format_keeps_its_own(tmp_path, monkeypatch):
+    made, *_ = small(tmp_path / "cache", shard_rows=10)
+    written, opened = [], bench.Cache.open
+
+    def noting(folder):
+        if (file := Path(folder) / "tokens/zarr.json").is_file():
+            inner = json.loads(file.read_text())["codecs"][0]["configuration"]["codecs"]
+            blosc = next(each["configuration"] for each in inner if each["name"] == "blosc")
+            written.append(f"{blosc['cname']}:{blosc['shuffle']}")
+        return opened(folder)
+
+    monkeypatch.setattr(bench.Cache, "open", noting)
+    wanted = ["zstd:shuffle", "zlib:bitshuffle", "lz4:noshuffle"]
+    assert bench.main([made.path, "--codec", ",".join(wanted)]) == 0
+    assert written[1:] == wanted, "the first is the cache itself"
+    assert bench.arrays.BLOSC["cname"] == "zstd" and bench.arrays.BLOSC["shuffle"] == "shuffle"
+    with pytest.raises(UserError, match="snappy"):
+        bench.main([made.path, "--codec", "snappy:shuffle"])
 
 
 def test_rows_alone_are_refused(tmp_path):

@@ -164,7 +164,9 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         write_json(Path(options.json), found)
     if options.figure:
-        points = [(row["gigabytes"], row["peak_resident_bytes"] / 2**30) for row in found]
+        points = [
+            (float(f"{row['gigabytes']:.2g}"), row["peak_resident_bytes"] / 2**30) for row in found
+        ]
         draw_lines(
             Path(options.figure),
             {"rows alone (teacher.path '')": points},

@@ -9,6 +9,7 @@ from jax_distill.cache.location import Location
 from jax_distill.cache.manifest import Manifest
 
 INNER_CHUNK = 2048  # positions of one row that are compressed together
+BLOSC = {"cname": "zstd", "shuffle": "shuffle", "blocksize": 1 << 18}
 LEVEL = 5  # of zstd, 1 to 9; docs/CACHE.md, "Size", has what each costs
 
 
@@ -32,7 +33,7 @@ def open_array(
     create = level is not None
     dtype, shape = manifest.array_shapes()[name]
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
-    settings: dict[str, Any] = {"cname": "zstd", "shuffle": "shuffle", "blocksize": 1 << 18}
+    settings: dict[str, Any] = dict(BLOSC)
     if create and location.read(metadata_key(name)) is None:
         settings["clevel"] = level
     blosc = {"name": "blosc", "configuration": settings}
