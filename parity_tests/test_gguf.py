@@ -102,7 +102,7 @@ def test_each_accepts_and_checks_the_others_cache(root, caches, monkeypatch, cap
     torch_ref.teacher.write_caches(settings(root, "jax"), str(root / "rows"), device="cpu")
     assert {f: f.read_bytes() for f in before} == before
     with monkeypatch.context() as patch:
-        patch.setattr(teacher.caches, "pack", never)
+        patch.setattr(teacher.caches.data, "Corpus", never)
         assert teacher.write_caches(settings(root, "torch"))[0].complete
     capsys.readouterr()
     torch_ref.audit.main([caches["jax"].path, "--teacher", file, "--spot_check", "3"])
