@@ -26,6 +26,7 @@ from jax_distill.config import (
     CacheConfig,
     Config,
     DataConfig,
+    EvaluateConfig,
     FromTeacher,
     LossConfig,
     MeshConfig,
@@ -90,6 +91,9 @@ def make_config(folder: Path, **changes) -> Config:
             save_every=2,
             ce_baseline=True,
         ),
+        evaluate=EvaluateConfig(
+            samples=0
+        ),  # each model's programs for them take seconds to compile
     )
     return dataclasses.replace(config, **changes)
 
@@ -110,7 +114,7 @@ def finished(folder) -> Path:
     """A finished run; the tests only read it."""
     compilation_cache.reset_cache()  # other tests of this process may have set it elsewhere or off
     with jax.numpy_dtype_promotion("standard"):
-        distil.main(make_config(folder))
+        distil.main(make_config(folder, evaluate=EvaluateConfig()))
     return folder / "run"
 
 
