@@ -22,6 +22,7 @@ def derived(config: Config, name: str) -> Config:
         )
     cache = dataclasses.replace(config.cache, path=config.cache.path or f"{output_dir}/cache")
     config = dataclasses.replace(config, output_dir=output_dir, cache=cache)
+    _check_ranges(config)  # first: what follows divides by some of them
     train, loss = config.train, config.loss
     micro = train.rows_per_micro_batch
     if train.batch_size % micro:
@@ -67,7 +68,6 @@ def derived(config: Config, name: str) -> Config:
             f"expected train.micro_batch_size = train.batch_size {train.batch_size} with "
             f"optimizer.layerwise (accumulation keeps every gradient), got {micro}; set them alike"
         )
-    _check_ranges(config)
     _check_processes(config.mesh)
     return config
 
