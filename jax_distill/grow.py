@@ -38,15 +38,20 @@ def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
     manifest = plan.manifests["train"]
     cache = Cache.open(path)
     refuse_other_cache(path, cache.manifest, manifest)
-    cache.require_complete()
     more, form = find_path(more), config.data.format
-    settings = {} if max_rows is None else {"max_rows": max_rows}
     stamps = data.file_stamps(more, format=form)
-    growth = data.fingerprint(more, format=form, tokenizer=plan.tokenizer, settings=settings)
-    if growth in [each["data_fingerprint"] for each in cache.head.growth]:
+    text, growth = (
+        data.fingerprint(more, format=form, tokenizer=plan.tokenizer, settings=settings)
+        for settings in ({}, {"max_rows": max_rows})
+    )
+    # Of a growth that is finished, what lacks a commit is written again.
+    begins = {each["data_fingerprint"]: each["rows"] for each in cache.head.growth}
+    if growth not in begins or cache.complete:
+        cache.require_complete()
+    if growth in begins and cache.complete:
         say(f"cache: {path} has the rows of {more}")
         return cache
-    if growth == manifest.data_fingerprint:
+    if text == manifest.data_fingerprint:
         raise UserError(
             f"expected other text than the cache at {path} was made from, got {more}; name new text"
         )
@@ -57,8 +62,9 @@ def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
         heldout_fraction=config.data.heldout_fraction,
         holds_out_one=False,
     )
+    first_shard = -(-begins.get(growth, cache.layout.extent) // manifest.shard_rows)
     wanted = replace(manifest, data={**manifest.data, "max_rows": max_rows})
-    start = resume_point(path, growth)
+    start = None if growth in begins else resume_point(path, growth)
     rows = text_rows(config, plan._replace(stamps=stamps), corpus, "train", wanted, start)
     mesh, model = sharding.make_mesh(**config.mesh.axes), None
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
@@ -68,12 +74,12 @@ def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
     cache = write_cache(
         path,
         manifest,
-        AppendedRows(rows, cache.shards, manifest.shard_rows, growth),
+        AppendedRows(rows, first_shard, manifest.shard_rows, growth),
         model=model,
         mesh=mesh,
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
-        growth=growth,
+        growth=None if growth in begins else growth,
     )
     cache.require_complete()
     say(f"text: {corpus.counts}")

@@ -109,6 +109,23 @@ def test_a_grown_cache_has_the_rows_of_both_texts(config, tmp_path, capsys):
     assert folder_bytes(Path(config.cache.path)) == before
 
 
+def test_what_a_growth_has_lost_is_written_again_by_the_same_command(config, tmp_path):
+    """Of the first of two growths, and of the text before them."""
+    config = replace(config, teacher=TeacherConfig())
+    teacher.write_caches(config)
+    texts = [more_text(tmp_path, seed, documents=200) for seed in (1, 2)]
+    ends = [grow(config, text).layout.extent for text in texts]
+    before, path = folder_bytes(Path(config.cache.path)), Path(config.cache.path) / "train"
+    last = ends[0] // config.cache.shard_rows  # of the first growth
+    for shard, again in ((last, lambda: grow(config, texts[0])), (0, None)):
+        (path / f"commits/{shard:06d}.json").unlink()
+        (path / f"tokens/c/{shard}/0").write_bytes(b"damaged")
+        with pytest.raises(UserError, match="re-run the command that wrote it"):
+            grow(config, texts[1])
+        again() if again else teacher.write_caches(config)
+        assert folder_bytes(Path(config.cache.path)) == before
+
+
 def test_one_document_is_enough(config, tmp_path):
     """Whether it is held out is the hash's to say: it must not be, as the only one."""
     config = replace(config, teacher=TeacherConfig())

@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from grain.experimental import FirstFitPackIterDataset
 
-from jax_distill.data import Document, segments_beyond
+from jax_distill.data import Document
 
 BLOCK = 64  # rows open at once
 
@@ -47,10 +47,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.arrays["tokens"])
-
-    def segments_beyond(self, length: int) -> int:
-        """See the function of that name. A document longer than a row counts by its pieces."""
-        return segments_beyond(self.arrays["segment_ids"], self.arrays["positions"], length)
 
     def __str__(self) -> str:
         size = self.arrays["tokens"].size

@@ -69,7 +69,7 @@ def open_array(
     return ts.open(spec, open=True, read=True, context=location.context).result()
 
 
-def resize(location: Location, name: str, manifest: Manifest, rows: int) -> None:
+def resize(location: Location, name: str, rows: int) -> None:
     """Let the array `name`, which is there, have so many rows. No shard is touched."""
     spec = {"driver": "zarr3", "kvstore": location.spec(name)}
     array = ts.open(spec, open=True, context=location.context).result()

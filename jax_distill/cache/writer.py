@@ -133,15 +133,14 @@ class Writer:
             UserError: another number than when the cache was finished before.
             RunError: the disk does not take it.
         """
-        _check_rows(self._location, self.rows, rows)
+        if self.rows is not None:
+            _check_rows(self._location, self._head, rows)
+        self._commits = self._read_commits()
         if self.rows is None:
-            self._commits = self._read_commits()
             self.rows = rows
             with self._location.writing():
                 for name in self._arrays:
-                    resize(self._location, name, self.manifest, rows)
-        else:
-            self._commits = self._read_commits()
+                    resize(self._location, name, rows)
         self._finish()
 
     def _remove_leftovers(self) -> None:
@@ -348,12 +347,14 @@ def _claim(location: Location, manifest: Manifest, rows: int | None) -> None:
         location.write(MANIFEST, manifest.to_json())
         return
     refuse_other_cache(str(location), state.manifest, manifest)
-    _check_rows(location, state.head.rows if state.head else None, rows)
+    _check_rows(location, state.head, rows)
 
 
-def _check_rows(location: Location, stored: int | None, rows: int | None) -> None:
-    if stored and rows and stored != rows:
+def _check_rows(location: Location, head: Head | None, rows: int | None) -> None:
+    """Refuse other rows than those of the cache that is there, or of it before it has grown."""
+    stored = {head.rows, *(each["rows"] for each in head.growth)} if head and head.rows else set()
+    if stored and rows and rows not in stored:
         raise UserError(
-            f"expected {stored} rows as in the cache at {location}, got {rows}; choose "
+            f"expected {max(stored)} rows as in the cache at {location}, got {rows}; choose "
             "another cache.path"
         )

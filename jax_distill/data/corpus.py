@@ -17,11 +17,10 @@ from jax_distill.config import Source
 from jax_distill.data.document import Counts, Document, Documents, Raw
 from jax_distill.data.paragraphs import SLOTS, SeenParagraphs, without_repeated
 from jax_distill.data.sources import Path_, names_of, sources_of
-from jax_distill.data.survey import Item, Split, read_items, survey_sources
+from jax_distill.data.survey import SPLITS, Item, Split, read_items, survey_sources
 from jax_distill.data.tokenizer import Tokenizer
 from jax_distill.data.tokenizing import tokenized
 
-SPLITS: tuple[Split, Split] = ("train", "heldout")
 WINDOW = 1 << 26  # bytes of the documents that are put into another order together
 
 

@@ -15,6 +15,7 @@ from jax_distill.data.document import Raw
 from jax_distill.data.readers import read_raw, say_files
 
 Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, Split] = ("train", "heldout")
 
 
 class Item(NamedTuple):

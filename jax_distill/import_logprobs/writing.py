@@ -35,7 +35,6 @@ from jax_distill.import_logprobs.reading import Imported, read_sequences
 from jax_distill.packing import Rows, pack
 from jax_distill.teacher.files import TeacherFiles
 
-SPLITS = ("train", "heldout")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 
@@ -207,7 +206,7 @@ def _manifests(
 ) -> dict[str, Manifest]:
     """As `teacher.write_caches` wants them of this configuration."""
     text, length = config.data, tokenizer.length
-    max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
+    max_rows = dict(zip(data.SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
     fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
     return {
         split: Manifest(
@@ -224,7 +223,7 @@ def _manifests(
             teacher_dtype=config.teacher.dtype,
             **config.cache.stored_targets(text.sequence_length),
         )
-        for split in SPLITS
+        for split in data.SPLITS
     }
 
 
@@ -258,7 +257,7 @@ def import_caches(config: Config) -> tuple[Cache, Cache]:
         )
         arrays = waiting.arrays()
         caches = []
-        for split, chosen in zip(SPLITS, parts, strict=True):
+        for split, chosen in zip(data.SPLITS, parts, strict=True):
             rows = pack_numbers(waiting, chosen, config, split)
             counts = {k: v for k, v in vars(rows).items() if isinstance(v, int)}
             counts |= {"clamped_tails": waiting.clamped}  # of both parts

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from jax_distill import data, hf, processes, sharding
 from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
@@ -25,8 +27,6 @@ from jax_distill.hidden_layers import cached_layers, hidden_arrays
 from jax_distill.teacher.files import TeacherFiles, find_teacher, load_teacher
 from jax_distill.teacher.rows import TextRows
 from jax_distill.teacher.writing import format_bytes, write_cache
-
-SPLITS: tuple[data.Split, ...] = ("train", "heldout")
 
 
 class Plan(NamedTuple):
@@ -97,7 +97,7 @@ def make_plan(config: Config) -> Plan:
     # The settings stand in the manifest by name, so that a difference is named; here, the text.
     data_fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
     settings = text.row_settings()
-    max_rows = dict(zip(SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
+    max_rows = dict(zip(data.SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
     fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
     manifests = {
         split: Manifest(
@@ -111,7 +111,7 @@ def make_plan(config: Config) -> Plan:
             git_revision=git_revision() or "",
             **_of_teacher(config, teacher, fingerprint, split, tokenizer.length),
         )
-        for split in SPLITS
+        for split in data.SPLITS
     }
     return Plan(tokenizer, teacher, path, stamps, manifests)
 
@@ -241,9 +241,9 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
         RunError: a cache is damaged.
     """
     plan = processes.primary_first(lambda: make_plan(config))
-    paths = {split: f"{config.cache.path}/{split}" for split in SPLITS}
+    paths = {split: f"{config.cache.path}/{split}" for split in data.SPLITS}
     finished = processes.primary_first(
-        lambda: {split: _finished(paths[split], plan.manifests[split]) for split in SPLITS}
+        lambda: {split: _finished(paths[split], plan.manifests[split]) for split in data.SPLITS}
     )
     processes.wait_for_all()
     train, heldout = finished.values()
@@ -256,7 +256,21 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
     teacher_folder = plan.teacher and plan.teacher.require_model(other="teacher")[0]
     mesh = sharding.make_mesh(**config.mesh.axes)
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
-    missing = {split: paths[split] for split in SPLITS[::-1] if not finished[split]}
+    missing = {split: paths[split] for split in data.SPLITS[::-1] if not finished[split]}
+    finished |= _write_missing(config, plan, missing, mesh, teacher_folder)
+    train, heldout = finished["train"], finished["heldout"]
+    assert train and heldout
+    return train, heldout
+
+
+def _write_missing(
+    config: Config,
+    plan: Plan,
+    missing: dict[data.Split, str],
+    mesh: Mesh,
+    teacher_folder: Path | None,
+) -> dict[data.Split, Cache]:
+    """The caches at these paths, in this order."""
     corpus = data.Corpus(
         plan.data_path,
         format=config.data.format,
@@ -277,8 +291,9 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
     model = None
     if teacher_folder is not None and not config.teacher.is_live:
         model = load_teacher(teacher_folder, config, mesh)
+    made: dict[data.Split, Cache] = {}
     for split, path in missing.items():
-        cache = finished[split] = write_cache(
+        cache = made[split] = write_cache(
             path,
             plan.manifests[split],
             rows[split],
@@ -295,9 +310,7 @@ def write_caches(config: Config) -> tuple[Cache, Cache]:
     say(f"text: {corpus.counts}")
     for name, limit in contexts(config, plan).items():
         data.check_context(sum(each.beyond[name] for each in rows.values()), limit, name)
-    train, heldout = finished["train"], finished["heldout"]
-    assert train and heldout
-    return train, heldout
+    return made
 
 
 def main(config: Config) -> None:

@@ -78,6 +78,7 @@ def write_cache(
         RunError: a row has logits that are not finite (its number is named), or the disk is full.
     """
     share, is_first = sharding.row_share(mesh), processes.is_primary_process()
+    # Of text not even where it is short: what a cache's first head says must not depend on that.
     known = rows.count if isinstance(rows, KnownRows) else None
     with processes.primary_first(
         lambda: create(path, manifest, known, is_first=is_first, growth=growth)
