@@ -15,10 +15,11 @@ def source_caches(config: Config, teacher_folder: Path | None) -> dict[str, Cach
     where there are not two sources.
 
     A row of the mixture may hold documents of several sources, so each source's are packed into
-    rows of their own, without targets, below `<cache.path>/by_source`. They are the mixture's own
-    held-out documents, since a hash of each one decides, those by which checkpoints are compared
-    among them; a paragraph that repeats one of another source is left out in the mixture alone. A
-    source that cannot be read, or has nothing held out, is left out, and one line says so.
+    rows of their own, without targets, below `<cache.path>/by_source`. They are the source's own
+    held-out documents, the mixture's among them (with weights it takes a share of them), since a
+    hash of each one decides; those by which checkpoints are compared are among them, too. A
+    paragraph that repeats one of another source is left out in the mixture alone. A source that
+    cannot be read, or has nothing held out, is left out, and one line says so.
     """
     sources = config.data.path
     if isinstance(sources, str) or len(sources) < 2:

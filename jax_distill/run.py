@@ -227,12 +227,12 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         for file in (self._file, self._board):
             with contextlib.suppress(OSError):  # said by log, where it first came up
                 file.close()
         if self._wandb:
-            self._wandb.finish()
+            self._wandb.finish(failed=kind is not None)
 
 
 class Run:

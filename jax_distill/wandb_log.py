@@ -31,7 +31,6 @@ class WandbLog:
 
     def __init__(self, config: Config, folder: Path) -> None:
         """Raises UserError where wandb does not begin: no login, no connection."""
-        check_wandb(config)
         import wandb
 
         file = folder / ID_FILE
@@ -66,9 +65,9 @@ class WandbLog:
         }
         self._run.log(numbers, step=step)
 
-    def finish(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+    def finish(self, *, failed: bool = False) -> None:
+        """Send what is left, and whether the training has failed."""
+        self._run.finish(exit_code=int(failed))
 
 
 def open_wandb(config: Config, folder: Path) -> WandbLog | None:

@@ -58,7 +58,12 @@ def refuse_unknown(config: Config) -> None:
                 f"expected {key} {defaults.get(key)} in torch_ref, got {value}; leave it, or use "
                 "python -m jax_distill.train"
             )
-    train = config.train
+    train, cut = config.train, config.student.from_teacher
+    if cut and cut.reads_rows:
+        raise UserError(
+            "expected student.from_teacher.layers or .parameters alone in torch_ref, which has no "
+            "importance, got a cut by importance; use python -m jax_distill.train"
+        )
     if train.remat == "dots":
         raise UserError(
             "expected train.remat none or layer in torch_ref, got dots; set one of them"

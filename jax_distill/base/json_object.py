@@ -90,3 +90,21 @@ def token_ids(value: Any, vocab_size: int, name: str) -> list[int]:
                 "correct the file"
             )
     return ids
+
+
+def json_line(line: str, where: str, *, cure: str) -> dict[str, Any]:
+    """The object that one line of JSONL is.
+
+    Raises:
+        UserError: it is none; `where` names it, and `cure` says what to do about another value.
+    """
+    try:
+        row = json.loads(line)
+    except BAD_JSON as error:
+        raise UserError(
+            f"{where}: expected one JSON object a line, got {line[:40]!r} "
+            f"({json_problem(error)}); fix or remove the line"
+        ) from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, got {line[:40]!r}; {cure}")
+    return row

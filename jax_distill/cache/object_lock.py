@@ -83,10 +83,14 @@ def active_owner(content: bytes | None) -> str | None:
     try:
         lock: dict[str, Any] = json.loads(content)
         name = f"{lock['owner']} since {lock['since']}"
-        is_gone = lock["machine"] == _machine() and lock["started"] != _started(lock["pid"])
+        started = _started(lock["pid"])
+        is_gone = lock["machine"] == _machine() and started not in (lock["started"], RUNNING)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return "another process"  # a lock all the same
     return None if is_gone else name
+
+
+RUNNING = "running"
 
 
 def _machine() -> str:
@@ -100,16 +104,18 @@ def _machine() -> str:
 
 def _started(pid: int) -> str:
     """When the process of that number began, so that another of the same number is told apart; ""
-    where there is none. Without /proc: "running"."""
-    proc = Path("/proc")
+    where there is none. RUNNING where it cannot be said: no /proc, or one that hides other users'
+    processes."""
     try:
-        if not (proc / "self/stat").is_file():
-            os.kill(pid, 0)
-            return "running"
-        # After the name, which may hold anything: the state, and 19 fields later the start.
-        state, *fields = (proc / f"{pid:d}/stat").read_text("utf-8").rpartition(")")[2].split()
-    except PermissionError:  # another user's
-        return "running"
+        stat = Path(f"/proc/{pid:d}/stat").read_text("utf-8")
     except OSError:
-        return ""
+        try:
+            os.kill(pid, 0)
+        except PermissionError:  # another user's
+            return RUNNING
+        except OSError:
+            return ""
+        return RUNNING
+    # After the name, which may hold anything: the state, and 19 fields later the start.
+    state, *fields = stat.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]  # a zombie has ended, though nobody asked how

@@ -87,7 +87,8 @@ def test_what_was_found_right_is_not_fetched_again_until_it_changes(tmp_path, bu
     assert fetched == [key]
     (memory,) = (tmp_path / "user").rglob("*.json")
     noted = json.loads(memory.read_text())
-    for bad in ([], ["x"], [3, "x"], [None], {}):
+    for bad in ([], ["x"], [3, "x"], [None], [{}]):
+        fetched.clear()
         sha256 = cache.commits[0].files["tokens"]["sha256"]
         noted["files"]["tokens/c/0/0"] = [*bad, sha256]
         memory.write_text(json.dumps(noted))

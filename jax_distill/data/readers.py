@@ -19,7 +19,6 @@ the files of a test or validation split aside, as in a cloned data set; see `sou
 """
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ import numpy as np
 from jax_distill.base.console import say
 from jax_distill.base.errors import UserError, shown
 from jax_distill.base.files import find_path
-from jax_distill.base.json_object import BAD_JSON, json_problem
+from jax_distill.base.json_object import json_line
 from jax_distill.data import conversation
 from jax_distill.data.builtin import gather, read_builtin
 from jax_distill.data.conversation import messages_of
@@ -221,19 +220,8 @@ def _with_key(row: dict[str, Any], kind: str, where: str) -> dict[str, Any]:
 
 
 def _row(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except BAD_JSON as error:
-        raise UserError(
-            f"{file}:{number}: expected one JSON object a line, got {line[:40]!r} "
-            f"({json_problem(error)}); fix or remove the line"
-        ) from None
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{file}:{number}: expected a JSON object, got {line[:40]!r}; "
-            f'write {{"text": …}}, {{"messages": …}} or {{"tokens": …}}'
-        )
-    return row
+    cure = 'write {"text": …}, {"messages": …} or {"tokens": …}'
+    return json_line(line, f"{file}:{number}", cure=cure)
 
 
 def _wrong_keys(where: str, row: dict[str, Any], key: str) -> str:

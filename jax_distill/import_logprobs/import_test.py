@@ -234,6 +234,18 @@ def test_ties_order_clamps_and_the_entries_beyond_k():
         ({"tokens": [1, 2], "top_ids": [[3]], "top_logprobs": [["x"]]}, "logprobs to be numbers"),
         ({"tokens": [1, 2, 3], "top_ids": [[3]], "top_logprobs": [[-1.0]]}, "of 3 positions"),
         ({"tokens": [1, 2], "top_ids": [[3.5]], "top_logprobs": [[-1.0]]}, "whole numbers"),
+        ({"tokens": [1, 2], "top_ids": [[3]], "top_logprobs": [[[-1.0]]]}, "to be numbers"),
+        ({"tokens": [1, 2], "top_ids": [[3]], "top_logprobs": [[10**400]]}, "to be numbers"),
+        (
+            {"tokens": [1, 2], "targets": [0, 2], "top_ids": [[3]], "top_logprobs": [[-1.0]]},
+            "targets: expected 0 to 1, got 2; fix it",
+        ),
+        ({"prompt_token_ids": [1, 2], "prompt_logprobs": {"0": None}}, "null first, got"),
+        ({"prompt_token_ids": [1, 2], "prompt_logprobs": 5}, "null first, got 5"),
+        (
+            {"prompt_token_ids": [1, 2], "prompt_logprobs": [None, [[float("inf"), -1]]]},
+            "entry 1 of prompt",
+        ),
         ({"prompt_token_ids": [1, 2], "prompt_logprobs": [None]}, "each of 2 prompt_token_ids"),
         (
             {"prompt_token_ids": [1, 2], "prompt_logprobs": [{"1": {"logprob": -1}}, None]},

@@ -15,7 +15,6 @@ n tokens, K kept entries, E entries of all positions of a sequence.
 """  # noqa: E501
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_distill.base.errors import UserError, shown
-from jax_distill.base.json_object import BAD_JSON, json_problem
+from jax_distill.base.json_object import json_line
 from jax_distill.batch import EncodedTopK
 from jax_distill.data.files import data_suffix, numbered_lines
 from jax_distill.data.tables import SUFFIXES, table_rows
@@ -41,14 +40,13 @@ class Imported(NamedTuple):
         tokens: int32 [n]. targets: bool [n], whether token i may be predicted: the position before
             has an entry.
         encoded: of [n,K] arrays, τ = 1, as a cache stores them; count 0 where nothing is known.
-        clamped: positions whose 1 − Σ was below 0. where: file and line, for messages.
+        clamped: positions whose 1 − Σ was below 0.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     encoded: EncodedTopK[np.ndarray]
     clamped: int
-    where: str
 
 
 def read_sequences(file: Path, *, top_k: int, vocab_size: int) -> Iterator[Imported]:
@@ -67,21 +65,12 @@ def read_sequences(file: Path, *, top_k: int, vocab_size: int) -> Iterator[Impor
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row) of a table or of JSONL."""
     if data_suffix(file) in SUFFIXES:
-        for number, row in enumerate(table_rows(file), 1):
+        for number, row in enumerate(table_rows(file)):
             yield f"{file} row {number}", row
         return
     for number, line in numbered_lines(file):
         where = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except BAD_JSON as error:
-            raise UserError(
-                f"{where}: expected one JSON object a line, got {line[:40]!r} "
-                f"({json_problem(error)}); fix or remove the line"
-            ) from None
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: expected a JSON object, got {shown(row)}; fix the line")
-        yield where, row
+        yield where, json_line(line, where, cure="fix the line")
 
 
 def _sequence(
@@ -103,24 +92,24 @@ def _sequence(
     ids = _whole_numbers(
         [*itertools.chain.from_iterable(ids for ids, _ in entries)], vocab_size, f"{where}: ids"
     )
-    try:
-        logprobs = np.array(
-            [*itertools.chain.from_iterable(values for _, values in entries)], np.float64
+    try:  # each a number: of lists np.array would make another axis
+        logprobs = np.fromiter(
+            itertools.chain.from_iterable(values for _, values in entries), np.float64
         )
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UserError(f"{where}: expected logprobs to be numbers, got others; fix it") from None
     _check_logprobs(position, ids, logprobs, where)
     encoded, clamped = encode(position, ids, logprobs, length=len(tokens), top_k=top_k)
     targets = np.concatenate([[False], encoded.count[:-1] > 0])
     if row.get("targets") is not None:
-        given = _whole_numbers(row["targets"], 2, f"{where}: targets")
+        given = _whole_numbers(row["targets"], 2, f"{where}: targets", cure="fix it")
         if given.shape != tokens.shape:
             raise UserError(
                 f"{where}: expected targets for each of {len(tokens)} tokens, got {len(given)}; "
                 "fix it"
             )
         targets &= given > 0
-    return Imported(tokens, targets, encoded, clamped, where)
+    return Imported(tokens, targets, encoded, clamped)
 
 
 Entry = tuple[list[Any], list[Any]]
@@ -152,7 +141,8 @@ def _vllm_entries(row: Mapping[str, Any], length: int, where: str) -> list[Entry
     """Of vLLM's form, by the position that predicts."""
     given = row["prompt_logprobs"]
     if not isinstance(given, list) or len(given) != length or given[0]:
-        got = f"{shown(given)} with {shown(given[0])} first" if given else shown(given)
+        is_list = isinstance(given, list) and given
+        got = f"{shown(given)} with {shown(given[0])} first" if is_list else shown(given)
         raise UserError(
             f"{where}: expected prompt_logprobs for each of {length} prompt_token_ids, null first, "
             f"got {got}; save what vLLM returns unchanged"
@@ -164,7 +154,7 @@ def _vllm_entries(row: Mapping[str, Any], length: int, where: str) -> list[Entry
         try:
             found = [(int(token), value) for token, value in pairs if value is not None]
             values = [v["logprob"] if isinstance(v, Mapping) else v for _, v in found]
-        except (TypeError, ValueError, KeyError):
+        except (TypeError, ValueError, KeyError, OverflowError):
             raise UserError(
                 f"{where}: expected entry {number} of prompt_logprobs as an object of token ids "
                 f"and logprobs, got {shown(each)}; save what vLLM returns unchanged"
@@ -173,7 +163,12 @@ def _vllm_entries(row: Mapping[str, Any], length: int, where: str) -> list[Entry
     return entries
 
 
-def _whole_numbers(value: Any, limit: int, what: str) -> np.ndarray:
+def _whole_numbers(
+    value: Any,
+    limit: int,
+    what: str,
+    cure: str = "name the tokenizer that made them (data.tokenizer)",
+) -> np.ndarray:
     """int32 [n] from 0 up to below `limit`."""
     try:
         array = np.asarray(value)
@@ -185,10 +180,7 @@ def _whole_numbers(value: Any, limit: int, what: str) -> np.ndarray:
         raise UserError(f"{what}: expected a list of whole numbers, got {shown(value)}; fix it")
     if array.min() < 0 or array.max() >= limit:
         wrong = array[(array < 0) | (array >= limit)][0]
-        raise UserError(
-            f"{what}: expected 0 to {limit - 1}, got {wrong}; name the tokenizer that made them "
-            "(data.tokenizer)"
-        )
+        raise UserError(f"{what}: expected 0 to {limit - 1}, got {wrong}; {cure}")
     return array.astype(np.int32)
 
 
@@ -243,7 +235,7 @@ def encode(
     indices = np.zeros((length, top_k), np.int32)
     indices[cell] = ids[kept]
     known = counts > 0
-    top = np.where(known, grid[:, :1].max(axis=1), 0.0)
+    top = np.where(known, grid[:, 0], 0.0)
     gaps = np.where(grid > -np.inf, np.minimum(top[:, None] - grid, LARGEST_GAP), 0.0)
     total = np.exp(grid).sum(axis=1)
     with np.errstate(divide="ignore"):

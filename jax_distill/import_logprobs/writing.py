@@ -26,14 +26,12 @@ import numpy as np
 from jax_distill import data, teacher
 from jax_distill.base.console import say
 from jax_distill.base.errors import UserError
-from jax_distill.base.versions import git_revision, versions
 from jax_distill.cache import Cache, Location, Manifest, create, teacher_fingerprint
 from jax_distill.config import Config
 from jax_distill.data.files import data_suffix
 from jax_distill.data.readers import source_files
 from jax_distill.import_logprobs.reading import Imported, read_sequences
 from jax_distill.packing import Rows, pack
-from jax_distill.teacher.files import TeacherFiles
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
@@ -201,32 +199,6 @@ def _files(config: Config) -> tuple[Any, list[Path]]:
     return path, files
 
 
-def _manifests(
-    config: Config, path: Any, tokenizer: data.Tokenizer, found: TeacherFiles
-) -> dict[str, Manifest]:
-    """As `teacher.write_caches` wants them of this configuration."""
-    text, length = config.data, tokenizer.length
-    max_rows = dict(zip(data.SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
-    fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
-    return {
-        split: Manifest(
-            sequence_length=text.sequence_length,
-            shard_rows=config.cache.shard_rows,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocabulary=tokenizer.vocab,
-            data={"split": split, **text.row_settings(), "max_rows": max_rows[split]},
-            data_fingerprint=fingerprint,
-            versions=versions(),
-            git_revision=git_revision() or "",
-            vocab_size=min(length, found.model.vocab_size) if found.model else length,
-            teacher_fingerprint=teacher_fingerprint(found.source) if found.source else "imported",
-            teacher_dtype=config.teacher.dtype,
-            **config.cache.stored_targets(text.sequence_length),
-        )
-        for split in data.SPLITS
-    }
-
-
 def import_caches(config: Config) -> tuple[Cache, Cache]:
     """The caches of training and held-out rows, made as far as they are missing.
 
@@ -240,7 +212,13 @@ def import_caches(config: Config) -> tuple[Cache, Cache]:
     found = teacher.find_teacher(config.teacher.path)
     tokenizer = data.Tokenizer.load(teacher.tokenizer_folder(config, found.folder))
     Location(config.cache.path).check_writable()
-    manifests = _manifests(config, path, tokenizer, found)
+    head_size = found.model.vocab_size if found.model else tokenizer.length
+    of_teacher = config.cache.stored_targets(config.data.sequence_length) | {
+        "vocab_size": min(tokenizer.length, head_size),
+        "teacher_fingerprint": teacher_fingerprint(found.source) if found.source else "imported",
+        "teacher_dtype": config.teacher.dtype,
+    }
+    manifests = teacher.split_manifests(config, path, tokenizer, lambda _: of_teacher)
     vocab_size = manifests["train"].vocab_size
     temporary = tempfile.TemporaryDirectory(prefix="jax_distill_import_")
     with temporary as folder, Waiting(Path(folder)) as waiting:

@@ -61,6 +61,8 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise UserError(f"expected --margin in [0, 1), a share, got {options.margin}")
     if options.granularity < 1:
         raise UserError(f"expected --granularity of at least 1 token, got {options.granularity}")
+    if options.cache_tokens and options.plot:
+        raise UserError("expected no --plot with --cache_tokens, which draws none; leave it out")
     check_new_file(options.json, "--json")
     check_new_file(options.plot, "--plot", FIGURES)
     return options, rest

@@ -49,7 +49,8 @@ def student_shape(teacher: ModelConfig, cut: FromTeacher) -> tuple[ModelConfig, 
     layers = kept_layers(narrowed, layers=cut.layers, parameters=None)
     if cut.parameters is not None:
         width = _fitting_mlp(narrowed.with_layers(layers), cut.parameters)
-        narrowed = _narrowed(narrowed, {"intermediate_size": width})
+        if width != narrowed.intermediate_size:
+            narrowed = _narrowed(narrowed, {"intermediate_size": width})
     return narrowed, layers
 
 
@@ -93,6 +94,11 @@ def _fitting_mlp(config: ModelConfig, parameters: int) -> int:
 
     if count_parameters(config) <= parameters:
         return own
+    if config.num_local_experts:
+        raise UserError(
+            "expected student.from_teacher.layers or .parameters for a model with experts, got "
+            "both, and parameters would narrow its MLPs; set one of them to null"
+        )
     step = MLP_MULTIPLE if own > MLP_MULTIPLE else 1
     per_neuron = (count(own) - count(1)) // max(own - 1, 1)
     width = (parameters - (count(own) - own * per_neuron)) // max(per_neuron, 1) // step * step

@@ -208,6 +208,11 @@ def test_what_experts_have_no_meaning_for_is_refused_by_name():
     for name, value in (("intermediate_size", 16), ("hidden_size", 16)):
         with pytest.raises(UserError, match=f"expected {name} .* for a model with experts, got 16"):
             student.student_shape(whole, FromTeacher(**{name: value}))
+    size = count_parameters(whole)
+    fits, layers = student.student_shape(whole, FromTeacher(layers=[0], parameters=size))
+    assert fits == whole and layers == [0]
+    with pytest.raises(UserError, match="layers or .parameters for a model with experts, got both"):
+        student.student_shape(whole, FromTeacher(layers=[0], parameters=1000))
     narrowed, _ = student.student_shape(whole, FromTeacher(num_key_value_heads=1))
     assert (narrowed.num_attention_heads, narrowed.num_key_value_heads) == (2, 1)
 

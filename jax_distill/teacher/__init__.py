@@ -18,6 +18,7 @@ _FILES = {
     "find_teacher": "files",
     "load_teacher": "files",
     "main": "caches",
+    "split_manifests": "caches",
     "teacher_folders": "files",
     "tokenizer_folder": "caches",
     "write_cache": "writing",

@@ -1,5 +1,6 @@
 """Both caches of a configuration: which ones are wanted, and whether they are there already."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,28 +93,43 @@ def make_plan(config: Config) -> Plan:
     if teacher_folder is not None and folder != teacher_folder:
         _check_tokenizers(tokenizer, teacher_folder)
     path = data_path(config)
+    stamps = data.file_stamps(path, format=config.data.format)
+    fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
+    manifests = split_manifests(
+        config,
+        path,
+        tokenizer,
+        lambda split: _of_teacher(config, teacher, fingerprint, split, tokenizer.length),
+    )
+    return Plan(tokenizer, teacher, path, stamps, manifests)
+
+
+def split_manifests(
+    config: Config,
+    path: str | list[Source],
+    tokenizer: data.Tokenizer,
+    of_teacher: Callable[[data.Split], dict[str, Any]],
+) -> dict[data.Split, Manifest]:
+    """What the caches of both parts are. path: of the text, as found; of_teacher: the fields that
+    the teacher decides."""
     text = config.data
-    stamps = data.file_stamps(path, format=text.format)
     # The settings stand in the manifest by name, so that a difference is named; here, the text.
     data_fingerprint = data.fingerprint(path, format=text.format, tokenizer=tokenizer, settings={})
-    settings = text.row_settings()
     max_rows = dict(zip(data.SPLITS, (text.max_rows, text.max_heldout_rows), strict=True))
-    fingerprint = teacher_fingerprint(teacher.source) if teacher and teacher.source else None
-    manifests = {
+    return {
         split: Manifest(
             sequence_length=text.sequence_length,
             shard_rows=config.cache.shard_rows,
             tokenizer_fingerprint=tokenizer.fingerprint,
             vocabulary=tokenizer.vocab,
-            data={"split": split, **settings, "max_rows": max_rows[split]},
+            data={"split": split, **text.row_settings(), "max_rows": max_rows[split]},
             data_fingerprint=data_fingerprint,
             versions=versions(),
             git_revision=git_revision() or "",
-            **_of_teacher(config, teacher, fingerprint, split, tokenizer.length),
+            **of_teacher(split),
         )
         for split in data.SPLITS
     }
-    return Plan(tokenizer, teacher, path, stamps, manifests)
 
 
 def _of_teacher(
