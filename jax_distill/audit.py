@@ -82,7 +82,7 @@ def statistics(cache: Cache, rows: np.ndarray) -> Statistics | None:
 
 def array_bytes(cache: Cache) -> dict[str, int]:
     """Bytes on disk of each array's committed shards."""
-    names = cache.manifest.array_shapes()
+    names = cache.manifest.stored_shapes()
     commits = cache.commits.values()
     return {name: sum(commit.files[name]["bytes"] for commit in commits) for name in names}
 

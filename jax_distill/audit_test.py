@@ -40,7 +40,7 @@ def test_a_good_cache_is_described_verified_checked_and_drawn(cache, config, tmp
         cache.manifest.data_fingerprint,
         f"{cache.tokens:,}",
         f"{cache.nbytes:,}",
-        "teacher_gaps",
+        "teacher_gap_steps",
         "mass inside the K",
         "label inside",
         "verdict: K = 8 holds",
@@ -110,7 +110,7 @@ def test_verify_names_every_bad_file_and_nothing_else(cache, capsys):
     assert cache.shards >= 4
     bad = {
         shard_file(manifest, "tokens", 0): lambda f: f.unlink(),
-        shard_file(manifest, "teacher_indices", 1): lambda f: f.write_bytes(f.read_bytes()[:-1]),
+        shard_file(manifest, "teacher_codes", 1): lambda f: f.write_bytes(f.read_bytes()[:-1]),
         shard_file(manifest, "teacher_log_z", 2): flip,
         "commits/000003.json": lambda f: f.unlink(),
         "loss_mask/zarr.json": lambda f: f.write_text(f.read_text() + " "),
@@ -129,8 +129,8 @@ def test_verify_names_every_bad_file_and_nothing_else(cache, capsys):
 
 
 def test_damage_is_an_error_without_verify_too(cache):
-    flip(Path(cache.path) / shard_file(cache.manifest, "teacher_gaps", 0))
-    with pytest.raises(RunError, match="teacher_gaps/c/0/0/0"):
+    flip(Path(cache.path) / shard_file(cache.manifest, "teacher_gap_steps", 0))
+    with pytest.raises(RunError, match="teacher_gap_steps/c/0/0/0"):
         audit.main([cache.path])
 
 
@@ -190,7 +190,7 @@ def test_the_fingerprint_of_a_teacher_follows_its_bytes(tmp_path):
 def test_repair_writes_the_damaged_shards_again_and_touches_no_other(cache, config, capsys):
     whole = cache.read(range(cache.rows))
     before = folder_bytes(Path(cache.path))
-    shards = {1: "teacher_gaps", 2: "teacher_log_z"}
+    shards = {1: "teacher_gap_steps", 2: "teacher_log_z"}
     keys = {shard: shard_file(cache.manifest, name, shard) for shard, name in shards.items()}
     for key in keys.values():
         flip(Path(cache.path) / key)
@@ -215,7 +215,7 @@ def test_what_the_teacher_cannot_repair_is_refused_and_left_as_it_is(cache, conf
     words = [cache.path, "--repair", "--teacher"]
     targets, rows = (
         Path(cache.path) / shard_file(cache.manifest, name, 1)
-        for name in ("teacher_gaps", "loss_mask")
+        for name in ("teacher_gap_steps", "loss_mask")
     )
     flip(targets)
     before = folder_bytes(Path(cache.path))

@@ -236,7 +236,7 @@ def test_a_cache_without_a_teacher_holds_rows_alone(tmp_path):
 
 def test_the_teachers_arrays_stay_on_disk_where_they_are_not_wanted(tmp_path):
     cache, _, _ = small(tmp_path)
-    for name in ("teacher_gaps", "teacher_indices"):
+    for name in ("teacher_gap_steps", "teacher_codes", "teacher_frequent"):
         (tmp_path / shard_file(cache.manifest, name, 0)).unlink()
     batch = cache.read([0], targets=False, temperature=3.0, top_k=99)
     assert batch.targets is None

@@ -77,5 +77,5 @@ def repair(cache: Cache, teacher: str) -> Cache:
 def _rows_of(cache: Cache, number: int) -> Shard:
     """A shard's rows, before its files are deleted."""
     commit = cache.commits[number]
-    arrays = cache.stored_arrays(cache.rows_of(number), ROW_ARRAYS)
+    arrays = cache.read_arrays(cache.rows_of(number), ROW_ARRAYS)
     return Shard(number, commit.first_row, arrays, commit.resume)

@@ -53,7 +53,7 @@ def test_a_random_cache_says_how_often_and_padding_was_never_drawn(drawn):
 def test_batches_of_another_size_and_a_resumed_writer_draw_the_same(drawn, model, tmp_path):
     rows, wanted = single_rows(ROWS, LENGTH), random_manifest()
     with create(str(tmp_path / "b"), wanted, ROWS) as writer:
-        first = {name: drawn._arrays[name][:8].read().result() for name in drawn._arrays}
+        first = drawn.read_arrays(np.arange(8))
         writer.write(0, first)
     resumed = write(tmp_path / "b", rows, model, wanted)
     again = write(tmp_path / "c", rows, model, wanted, batch_size=16, chunk_size=64)

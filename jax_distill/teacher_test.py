@@ -186,7 +186,7 @@ def test_a_resumed_cache_is_byte_identical_where_batches_do_not_divide_shards(tm
     write(tmp_path / "b", rows, random_model(), wanted)
     for shard in (0, 3):
         (tmp_path / f"b/commits/{shard:06d}.json").unlink()
-    torn = tmp_path / "b/teacher_gaps/c/3/0/0"
+    torn = tmp_path / "b/teacher_gap_steps/c/3/0/0"
     torn.write_bytes(torn.read_bytes()[:10])
     write(tmp_path / "b", rows, random_model(), wanted)
     assert folder_bytes(tmp_path / "b") == before

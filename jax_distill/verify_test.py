@@ -45,8 +45,7 @@ def cache_of(path: Path, model: Decoder, dtype: str, rows: dict[str, np.ndarray]
 def rewritten(cache: Cache, path: Path, change) -> Cache:
     """The cache with its teacher's arrays changed: `change(encoded) → encoded`."""
     stored = cache.manifest
-    names = stored.array_shapes()
-    arrays = {name: cache._arrays[name].read().result() for name in names}
+    arrays = cache.read_arrays(np.arange(cache.rows))
     encoded = change(EncodedTopK.from_arrays(arrays, stored.temperatures))
     arrays = {name: arrays[name] for name in ROW_ARRAYS} | encoded.arrays()
     with create(str(path), stored, cache.rows) as writer:

@@ -155,13 +155,14 @@ def test_logits_and_gradients_of_packed_rows(cache, tmp_path, name):
     for key, gradient in expected.items():
         condition = float((moved[key] - gradient).abs().max() / gradient.abs().max())
         assert condition < 1e-3, f"{name}, {key}: an expert was exchanged; choose another seed"
-        tolerance = max(GRADIENT_TOLERANCE, 4 * condition)
+        tolerance = max(GRADIENT_TOLERANCE, 8 * condition)
         assert_close(f"gradients, {name}", key, got[key], gradient, tolerance)
 
 
 def gradients_of_rounded_weights(model, batch, loss: LossConfig) -> dict[str, torch.Tensor]:
     """With each weight moved by −1, 0 or 1 unit in its last place, at random: how well the
-    gradients are determined at all. A backend's own rounding is worth a few of these."""
+    gradients are determined at all. That rounds each term of a sum once; a backend rounds the
+    partial sums, too, in an order of its own for each vector width, and is up to 8 of these off."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

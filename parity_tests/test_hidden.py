@@ -53,7 +53,7 @@ def test_the_distance_and_its_gradients(kind, projected):
 
 
 def test_a_cache_gives_torch_the_states_that_it_gives_jax():
-    path = Path(jax_distill.cache.__file__).parent / "fixture_format2"
+    path = Path(jax_distill.cache.__file__).parent / "fixture_format3"
     states = Cache.open(str(path)).read([2, 0], hidden_layers=[1]).teacher_layers
     assert states.shape == (2, 4, 1, 2) and states.dtype.name == "bfloat16"
     tensor = as_tensor(states, torch.device("cpu"))

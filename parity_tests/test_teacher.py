@@ -208,7 +208,7 @@ def test_a_cache_goes_on_after_a_kill_and_ends_the_same(folder, rows, tmp_path):
 
     before = write()
     (tmp_path / "cache/train/commits/000001.json").unlink()
-    (tmp_path / "cache/train/teacher_gaps/c/1/0/0").write_bytes(b"torn")
+    (tmp_path / "cache/train/teacher_gap_steps/c/1/0/0").write_bytes(b"torn")
     assert write() == before
     changed = dataclasses.replace(config, cache=dataclasses.replace(config.cache, top_k=5))
     with pytest.raises(UserError, match="top_k"):

@@ -33,7 +33,7 @@ from jax_distill.base.command import CommandLine, above_zero, positive_numbers
 from jax_distill.base.console import console, say
 from jax_distill.base.errors import UserError
 from jax_distill.base.files import check_new_file, write_json
-from jax_distill.cache import Cache, arrays, create
+from jax_distill.cache import Cache, arrays, coding, create
 from jax_distill.cache.arrays import INNER_CHUNK, LEVEL
 
 CODECS = [
@@ -145,6 +145,8 @@ def measure(
 def print_bytes(cache: Cache, stored: dict[str, np.ndarray]) -> None:
     """Where the bytes of the cache as it is go, beside what a coder without a memory needs."""
     table = Table("array", "bytes a token", "order-0 entropy")
+    if cache.manifest.is_coded:
+        stored = coding.encode(stored, cache.manifest.vocab_size)
     for name, size in array_bytes(cache).items():
         table.add_row(name, f"{size / cache.tokens:.2f}", f"{entropy_bytes(stored[name]):.2f}")
     console.print(table)
@@ -191,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
             f"expected a cache with a teacher, got rows alone at {cache.path}; name another"
         )
     rows = options.rows or min(512, cache.rows)
-    stored = cache.stored_arrays(np.arange(min(rows, cache.rows)))
+    stored = cache.read_arrays(np.arange(min(rows, cache.rows)))
     say(
         f"{rows:,} rows of {cache.sequence_length:,} tokens, K = {cache.manifest.top_k}, "
         f"{os.cpu_count()} processors"

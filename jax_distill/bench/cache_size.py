@@ -30,9 +30,9 @@ from jax_distill.base.console import console
 from jax_distill.base.errors import UserError
 from jax_distill.base.files import check_new_file, write_json
 from jax_distill.cache import Cache, Manifest, create
+from jax_distill.cache.coding import CODES, FREQUENT, GAP_STEPS, INDICES
+from jax_distill.cache.manifest import FORMAT_VERSION
 from jax_distill.teacher import expected_bytes
-
-IDS, GAPS = "teacher_indices", "teacher_gaps"
 
 
 def laid_out(arrays: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
@@ -68,7 +68,11 @@ def measure(arrays: dict[str, np.ndarray], manifest: Manifest) -> dict[str, Any]
         sizes = {
             name: size / rows / length for name, size in array_bytes(Cache.open(folder)).items()
         }
-    found = {"ids": sizes[IDS], "gaps": sizes[GAPS], "all": sum(sizes.values())}
+    found = {
+        "ids": sizes[FREQUENT] + sizes[CODES],
+        "gaps": sizes[GAP_STEPS],
+        "all": sum(sizes.values()),
+    }
     found["rest"] = found["all"] - found["ids"] - found["gaps"]
     return found | {"estimate": expected_bytes(manifest, rows) / rows / length}
 
@@ -77,7 +81,7 @@ def measurements(
     cache: Cache, lengths: Sequence[int], vocab_sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
     """One for each length, and each vocabulary's maps. A row of the table."""
-    arrays = cache.stored_arrays(np.arange(cache.rows))
+    arrays = cache.read_arrays(np.arange(cache.rows))
     own = cache.manifest.vocab_size
     found = []
     for length in lengths:
@@ -87,7 +91,7 @@ def measurements(
                 f"expected --length up to the cache's {arrays['tokens'].size:,} tokens, got "
                 f"{length}; lower it"
             )
-        manifest = replace(cache.manifest, sequence_length=length)
+        manifest = replace(cache.manifest, sequence_length=length, format_version=FORMAT_VERSION)
         manifest = replace(manifest, shard_rows=max(1, min(65536 // length, len(rows["tokens"]))))
         found.append({"length": length, "vocab_size": own, "map": "", **measure(rows, manifest)})
         for larger in vocab_sizes:
@@ -95,7 +99,7 @@ def measurements(
                 raise UserError(f"expected --vocab_size above {own}, got {larger}; raise it")
             wide = replace(manifest, vocab_size=larger, vocabulary={}, tokenizer_fingerprint="")
             for kind in ("spread", "permuted"):
-                mapped = rows | {IDS: id_map(kind, own, larger)[rows[IDS].astype(np.int64)]}
+                mapped = rows | {INDICES: id_map(kind, own, larger)[rows[INDICES].astype(np.int64)]}
                 found.append(
                     {"length": length, "vocab_size": larger, "map": kind, **measure(mapped, wide)}
                 )

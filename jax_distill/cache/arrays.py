@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorstore as ts
 
+from jax_distill.cache.coding import FREQUENT
 from jax_distill.cache.documents import OPEN_ROWS
 from jax_distill.cache.location import Location
 from jax_distill.cache.manifest import Manifest
@@ -31,7 +32,8 @@ def open_array(
             codecs.
     """
     create = level is not None
-    dtype, shape = manifest.array_shapes()[name]
+    dtype, shape = manifest.stored_shapes()[name]
+    chunk = shape[0] if name == FREQUENT else inner_length(manifest.sequence_length)
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     settings: dict[str, Any] = dict(BLOSC)
     if create and location.read(metadata_key(name)) is None:
@@ -39,7 +41,7 @@ def open_array(
     blosc = {"name": "blosc", "configuration": settings}
     # crc32c stands outside blosc: TensorStore rejects it inside.
     sharding = {
-        "chunk_shape": [1, inner_length(manifest.sequence_length), *shape[1:]],
+        "chunk_shape": [1, chunk, *shape[1:]],
         "codecs": [little_endian, blosc, {"name": "crc32c"}],
         "index_codecs": [little_endian, {"name": "crc32c"}],
     }
@@ -89,4 +91,4 @@ def metadata_key(name: str) -> str:
 
 def shard_file(manifest: Manifest, name: str, shard: int) -> str:
     """The key of one shard in one array (zarr3's default chunk keys)."""
-    return "/".join([name, "c", str(shard), *["0"] * len(manifest.array_shapes()[name][1])])
+    return "/".join([name, "c", str(shard), *["0"] * len(manifest.stored_shapes()[name][1])])

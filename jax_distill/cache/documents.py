@@ -103,8 +103,8 @@ class Commit:
         whole_number("clamped_gaps", commit.clamped_gaps, 0, positions * top_k)
         if commit.resume is not None and type(commit.resume) is not dict:
             raise TypeError(f"resume: expected a JSON object, got {commit.resume!r}")
-        if commit.files.keys() != manifest.array_shapes().keys():
-            raise ValueError(f"files: expected {sorted(manifest.array_shapes())}")
+        if commit.files.keys() != manifest.stored_shapes().keys():
+            raise ValueError(f"files: expected {sorted(manifest.stored_shapes())}")
         for name, file in commit.files.items():
             if file.keys() != {"sha256", "bytes"}:
                 raise ValueError(f"files.{name}: expected sha256 and bytes, got {sorted(file)}")

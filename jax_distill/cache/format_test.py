@@ -1,8 +1,8 @@
-"""The format itself: a small cache of format 2, kept in the repository, reads for ever.
+"""The formats themselves: a small cache of each, kept in the repository, reads for ever.
 
-`fixture_format2/` was written by `write_fixture` below (`PYTHONPATH=. python -m
-jax_distill.cache.format_test FOLDER`) and is never written again: a later version that cannot read
-it breaks its promise (docs/CACHE.md "Versions").
+`fixture_format3/` was written by `write_fixture` below (`PYTHONPATH=. python -m
+jax_distill.cache.format_test FOLDER`), `fixture_format2/` by an earlier one, and neither is ever
+written again: a later version that cannot read them breaks its promise (docs/CACHE.md "Versions").
 """
 
 import json
@@ -20,17 +20,22 @@ from jax_distill.base.errors import UserError
 from jax_distill.cache import Cache, Manifest, create
 from jax_distill.cache.fingerprint import vocabulary_fingerprint
 
-FIXTURE = Path(__file__).parent / "fixture_format2"
+FORMATS = {
+    2: Path(__file__).parent / "fixture_format2",
+    3: Path(__file__).parent / "fixture_format3",
+}
+FIXTURE = FORMATS[3]
 ROWS, LENGTH, VOCAB = 3, 4, 6
 VOCABULARY = {token: i for i, token in enumerate(["<eos>", "a", "b", "ä", "字", " "])}
 # Logits of powers of two: at τ = 1 and 2 every stored number is one of a handful of logarithms.
+every_format = pytest.mark.parametrize("version", FORMATS)
 GAPS = [0.0, math.log(2), math.log(4)]
 TOKENS = [[1, 2, 3, 0], [4, 5, 0, 0], [5, 4, 3, 2]]
 
 
-def write_fixture(path: Path) -> None:
+def write_fixture(path: Path, format_version: int = 3, shards: int = 2) -> None:
     """Three rows in two shards, K = 3 of V = 6, τ 1 and 2; the last of the K is not real in row 2;
-    row 1 ends in padding; hidden states of layer 1 besides."""
+    row 1 ends in padding; hidden states of layer 1 besides. shards: how many are written now."""
     manifest = Manifest(
         sequence_length=LENGTH,
         shard_rows=2,
@@ -47,6 +52,7 @@ def write_fixture(path: Path) -> None:
         counts={"tokens_in": 10},
         versions={"jax-distill": "0.1"},
         git_revision="0" * 40,
+        format_version=format_version,
     )
     tokens = np.array(TOKENS, np.int32)
     segment_ids = np.array([[1, 1, 2, 2], [1, 1, 0, 0], [1, 1, 1, 1]], np.int32)
@@ -70,12 +76,13 @@ def write_fixture(path: Path) -> None:
         "hidden_1": np.stack([tokens, tokens + position], -1).astype(ml_dtypes.bfloat16),
     }
     with create(str(path), manifest, ROWS) as writer:
-        for shard, first, last in writer.missing_shards():
+        for shard, first, last in writer.missing_shards()[:shards]:
             writer.write(shard, {name: each[first : last + 1] for name, each in arrays.items()})
 
 
-def test_the_fixture_reads_with_the_numbers_that_were_written():
-    cache = Cache.open(str(FIXTURE))
+@every_format
+def test_the_fixture_reads_with_the_numbers_that_were_written(version):
+    cache = Cache.open(str(FORMATS[version]))
     cache.require_complete()
     assert (cache.rows, cache.shards, cache.tokens, cache.targets) == (3, 2, 10, 6)
     assert (cache.head.smallest_token, cache.largest_token, cache.clamped_gaps) == (0, 5, 0)
@@ -104,16 +111,34 @@ def test_the_fixture_reads_with_the_numbers_that_were_written():
     assert padding.log_tail[0, 2] == 0 and (padding.logprobs[0, 2] == -np.inf).all()
 
 
-def test_this_version_writes_what_the_fixture_holds(tmp_path):
+@every_format
+def test_this_version_writes_what_the_fixture_holds(tmp_path, version):
     """Values, not bytes: compressors change."""
-    write_fixture(tmp_path)
-    ours, stored = Cache.open(str(tmp_path)), Cache.open(str(FIXTURE))
+    write_fixture(tmp_path, version)
+    assert_same(Cache.open(str(tmp_path)), Cache.open(str(FORMATS[version])))
+
+
+def assert_same(ours: Cache, stored: Cache) -> None:
     assert ours.manifest == stored.manifest
-    assert ours.manifest.fingerprint == stored.manifest.fingerprint
-    for name in stored.manifest.array_shapes():
+    assert ours._arrays.keys() == stored._arrays.keys() == stored.manifest.stored_shapes().keys()
+    for name in stored.manifest.stored_shapes():
         a, b = (cache._arrays[name].read().result() for cache in (ours, stored))
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_cache_of_an_older_format_is_the_same_cache_and_is_finished_in_it(tmp_path):
+    """The name by which runs know it, and what a writer of today adds to it."""
+    old, new = (Cache.open(str(folder)) for folder in FORMATS.values())
+    assert old.fingerprint == new.fingerprint and old.nbytes != new.nbytes
+    every = np.arange(ROWS)
+    for name, array in old.read_arrays(every).items():
+        np.testing.assert_array_equal(new.read_arrays(every)[name], array)
+    write_fixture(tmp_path, 2, shards=1)
+    assert not Cache.open(str(tmp_path)).complete
+    write_fixture(tmp_path)
+    Cache.open(str(tmp_path)).require_complete()
+    assert_same(Cache.open(str(tmp_path)), old)
 
 
 def test_format_1_is_refused_by_the_command_that_writes_it_again(tmp_path):
@@ -122,7 +147,7 @@ def test_format_1_is_refused_by_the_command_that_writes_it_again(tmp_path):
     values = json.loads(file.read_text())
     del values["optional"]
     file.write_text(json.dumps(values | {"format_version": 1}))
-    message = "format 2 .*got format 1.*python -m jax_distill.teacher --config X.yaml --cache.path"
+    message = "format 3 .*got format 1.*python -m jax_distill.teacher --config X.yaml --cache.path"
     with pytest.raises(UserError, match=message) as caught:
         Cache.open(str(tmp_path / "old"))
     assert "\n" not in str(caught.value)

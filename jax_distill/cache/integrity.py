@@ -44,7 +44,7 @@ def metadata_problems(
         elif sha256 != expected and not _is_longer(location, key, expected, head.rows):
             found[key] = "missing" if sha256 is None else _other("sha256", sha256, expected)
     if head.finished and not found and not uncommitted:
-        needed = {MANIFEST, *(metadata_key(name) for name in manifest.array_shapes())}
+        needed = {MANIFEST, *(metadata_key(name) for name in manifest.stored_shapes())}
         counted = Head.of(
             head.rows, head.metadata, commits.whole, finished=True, growth=head.growth
         )

@@ -34,7 +34,7 @@ def open_whole(path: Path) -> Cache:
 # ---- shard files --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["teacher_indices", "tokens"])
+@pytest.mark.parametrize("name", ["teacher_codes", "tokens"])
 def test_two_swapped_shard_files_are_refused_by_name(tmp_path, name):
     """Each is whole, and of the right array: crc32c has nothing to say."""
     cache = cache_in(tmp_path)
@@ -93,7 +93,7 @@ def test_no_flipped_bit_of_any_metadata_file_is_read_as_truth(tmp_path):
     cache_in(tmp_path / "whole")
     whole = folder_bytes(tmp_path / "whole")
     names = sorted(name for name in whole if name.endswith(".json"))
-    assert len(names) == 1 + 9 + 3 + 2
+    assert len(names) == 1 + 10 + 3 + 2
     rng = random.Random(7)
     for trial in range(200):
         name = names[trial % len(names)]
@@ -245,11 +245,11 @@ def test_a_cache_has_a_head_from_its_beginning_and_another_at_its_end(tmp_path):
 
 
 def test_a_writer_killed_before_its_first_head_is_resumed(tmp_path):
-    cache, arrays, _ = small(tmp_path / "whole")
+    cache, _, _ = small(tmp_path / "whole")
     killed = tmp_path / "killed"
     shutil.copytree(tmp_path / "whole", killed)
     shutil.rmtree(killed / "commits")
-    for name in arrays:
+    for name in cache.manifest.stored_shapes():
         shutil.rmtree(killed / name / "c")
     with pytest.raises(RunError, match="no head.*re-run the command"):
         Cache.open(str(killed))

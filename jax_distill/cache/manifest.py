@@ -8,9 +8,11 @@ from typing import Any, Self, get_origin
 
 from jax_distill.base.errors import UserError
 from jax_distill.batch import DRAWS, ENCODED_FIELDS, TEACHER_PREFIX, EncodedTopK
+from jax_distill.cache.coding import CODED, CODES, FREQUENT, GAP_STEPS, INDICES, frequent_ids
 from jax_distill.cache.fingerprint import vocabulary_fingerprint
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+OLDEST_FORMAT = 2  # that is read; docs/CACHE.md, "Versions"
 LARGEST_TOP_K = 65535  # teacher_count is uint16
 TEACHER_ARRAYS = tuple(f"{TEACHER_PREFIX}{name}" for name in ENCODED_FIELDS)
 # Recorded but not compared; the vocabulary is, by its fingerprint.
@@ -90,8 +92,10 @@ class Manifest:
         return digest(self.identity())
 
     def identity(self) -> dict[str, Any]:
-        """What two caches of the same numbers have in common, as JSON holds it."""
+        """What two caches of the same numbers have in common, as JSON holds it. How the files hold
+        these numbers is no part of it: a cache of an older format keeps its name."""
         values = {name: value for name, value in self._values().items() if name not in NOT_IDENTITY}
+        values["format_version"] = OLDEST_FORMAT
         return json.loads(json.dumps(values))  # tuples become lists, as in the file
 
     def _values(self) -> dict[str, Any]:
@@ -116,7 +120,7 @@ class Manifest:
         """
         values = parse_object(content)
         version = whole_number("format_version", values["format_version"], 1, 1 << 31)
-        if version < FORMAT_VERSION:
+        if version < OLDEST_FORMAT:
             raise UserError(
                 f"expected a cache of format {FORMAT_VERSION} at {path}, got format {version}, "
                 "which is no longer read; re-create it: python -m jax_distill.teacher "
@@ -181,7 +185,7 @@ class Manifest:
         return tuple(self.hidden_shapes())
 
     def array_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (dtype, shape of one row) of each array of the cache."""
+        """Name -> (dtype, shape of one row) of each array, as it is written and read."""
         length, top_k, temperatures = self.sequence_length, self.top_k, len(self.temperatures)
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("int32", (length,)),
@@ -200,6 +204,24 @@ class Manifest:
             )
             shapes |= encoded.arrays()
         return shapes | {n: (optional_dtype(n), tuple(s)) for n, s in self.optional.items()}
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the files hold the K entries as `cache.coding` says."""
+        return self.format_version > OLDEST_FORMAT and self.top_k > 0
+
+    def stored_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape of one row) of each array, as the files hold it."""
+        shapes = self.array_shapes()
+        if not self.is_coded:
+            return shapes
+        ids, length, top_k = shapes[INDICES][0], self.sequence_length, self.top_k
+        coded: dict[str, tuple[str, tuple[int, ...]]] = {
+            FREQUENT: (ids, (frequent_ids(self.vocab_size, length, top_k),)),
+            CODES: (ids, (length, top_k)),
+            GAP_STEPS: ("uint16", (length, top_k)),
+        }
+        return {name: shape for name, shape in shapes.items() if name not in CODED} | coded
 
 
 def optional_dtype(name: str) -> str:

@@ -54,7 +54,7 @@ def test_every_command_reads_and_writes_a_bucket_as_a_folder(tmp_path, endpoint,
         finish(["torch_ref.teacher", *config, *rows], log)
     assert tables["local"] == tables["bucket"]
     object_store.context.cache_clear()
-    put(f"{cache}/train", "teacher_gaps/c/1/0/0", b"damaged")
+    put(f"{cache}/train", "teacher_gap_steps/c/1/0/0", b"damaged")
     check = ["--repair", "--verify", "--spot_check", "4", *teacher, "--compare", caches["local"]]
     finish(["jax_distill.audit", cache, *check], log)
     student = ["--student", str(tmp_path / "bucket" / "export")]

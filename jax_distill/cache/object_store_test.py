@@ -76,11 +76,11 @@ def test_what_was_found_right_is_not_fetched_again_until_it_changes(tmp_path, bu
     )
     local, arrays, _ = small(tmp_path / "local", length=8, top_k=4)
     cache = cache_of(bucket, local.manifest, arrays)
-    for expected in (9 * 3, 0):
+    for expected in (10 * 3, 0):
         fetched.clear()
         cache.require_complete()
         assert len(fetched) == expected
-    key = "teacher_gaps/c/1/0/0"
+    key = "teacher_gap_steps/c/1/0/0"
     put(bucket, key, bytes(len(cache.location.read(key))))
     with pytest.raises(RunError, match=f"{key} .rows 4 to 7.*sha256"):
         cache.require_complete()
@@ -100,7 +100,7 @@ def test_what_was_found_right_is_not_fetched_again_until_it_changes(tmp_path, bu
 def test_damage_is_named_and_repaired_by_the_same_command(tmp_path, bucket):
     local, arrays, _ = small(tmp_path, length=8, top_k=4)
     cache = cache_of(bucket, local.manifest, arrays)
-    key = "teacher_gaps/c/1/0/0"
+    key = "teacher_gap_steps/c/1/0/0"
     for damaged in (None, cache.location.read(key)[:-9]):
         put(bucket, key, damaged)
         with pytest.raises(RunError, match=f"got {key} damaged.* delete commits/000001.json"):

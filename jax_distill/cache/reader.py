@@ -9,6 +9,7 @@ import tensorstore as ts
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.json_object import one_line
 from jax_distill.batch import DRAWS, ROW_ARRAYS, Batch, EncodedTopK
+from jax_distill.cache import coding
 from jax_distill.cache.arrays import metadata_key, open_array, shard_file
 from jax_distill.cache.documents import (
     MANIFEST,
@@ -80,7 +81,7 @@ class Cache:
         extent = known or max((commit.last_row + 1 for commit in committed), default=0)
         self.layout = replace(self.head, rows=extent).layout(manifest.shard_rows)
         self.rows = self.layout.rows
-        self._arrays = {name: self._open(name) for name in manifest.array_shapes()}
+        self._arrays = {name: self._open(name) for name in manifest.stored_shapes()}
 
     @classmethod
     def open(cls, path: str) -> "Cache":
@@ -332,10 +333,11 @@ class Cache:
                 f"with {temperature} in cache.temperatures"
             )
 
-    def stored_arrays(
+    def read_arrays(
         self, rows: np.ndarray, names: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """The arrays named, or all, at these rows, as they are stored; raises as `read` does."""
+        """The arrays named, or all, at these rows, as `Writer.write` took them; raises as `read`
+        does."""
         return self._read_arrays(rows, names or tuple(self.manifest.array_shapes()))
 
     def _read_arrays(self, rows: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -350,12 +352,16 @@ class Cache:
                     f"expected a finished cache at {self.path}, got no commit of shard {shard}; "
                     f"{self._what_to_do()}"
                 )
+        is_coded = self.manifest.is_coded
+        of = coding.CODED if is_coded else {}
+        stored = [each for name in names for each in of.get(name, (name,))]
         try:
-            reads = {name: self._arrays[name][rows].read() for name in names}
-            return {name: read.result() for name, read in reads.items()}
+            reads = {name: self._arrays[name][rows].read() for name in stored}
+            arrays = {name: read.result() for name, read in reads.items()}
         except ValueError as error:
             away = self.location.unreachable(error)
             raise RunError(away or self._name_damage(rows, str(error))) from error
+        return coding.decode(arrays, self.manifest.vocab_size) if is_coded else arrays
 
     def _name_damage(self, rows: np.ndarray, reason: str) -> str:
         """Which shard file of those a failed read touched is the bad one, and what to do."""

@@ -11,6 +11,7 @@ from jax_distill.base.console import say
 from jax_distill.base.errors import RunError, UserError
 from jax_distill.base.json_object import one_line
 from jax_distill.batch import EncodedTopK
+from jax_distill.cache import coding
 from jax_distill.cache.arrays import LEVEL, metadata_key, open_array, resize, shard_file
 from jax_distill.cache.documents import (
     MANIFEST,
@@ -42,7 +43,6 @@ class Writer:
     def __init__(
         self,
         location: Location,
-        manifest: Manifest,
         rows: int | None,
         lock: WriterLock | None,
         level: int = LEVEL,
@@ -53,9 +53,9 @@ class Writer:
         self._head, self._number, self._growth = state.head, state.number, growth
         if rows is None and state.head is not None and not growth:
             rows = state.head.rows or None
-        self.path, self.manifest, self.rows = str(location), manifest, rows
+        self.path, self.manifest, self.rows = str(location), state.manifest, rows
         self._location, self._lock = location, lock
-        self._arrays = {name: self._open(name, level) for name in manifest.array_shapes()}
+        self._arrays = {name: self._open(name, level) for name in state.manifest.stored_shapes()}
         self._commits = self._read_commits()
         for key, problem in self._commits.damaged.items():
             say(f"{location}: {key} is damaged ({problem}): its shard is written again")
@@ -191,6 +191,8 @@ class Writer:
         last = first + count - 1
         self._check(arrays, count)
         clamped = self._count_clamped(arrays, first) if self.manifest.top_k else 0
+        if self.manifest.is_coded:
+            arrays = coding.encode(arrays, self.manifest.vocab_size)
         with self._location.writing():
             writes = [
                 self._arrays[name][first : last + 1].write(arrays[name]) for name in self._arrays
@@ -328,13 +330,13 @@ def create(
         )
     location = Location(path)
     if not is_first:
-        return Writer(location, manifest, rows, None, level)
+        return Writer(location, rows, None, level)
     location.check_writable()
     with location.writing():
         lock = location.lock()
         try:
             _claim(location, manifest, rows)
-            return Writer(location, manifest, rows, lock, level, growth)
+            return Writer(location, rows, lock, level, growth)
         except BaseException:
             lock.release()
             raise

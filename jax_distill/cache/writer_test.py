@@ -133,7 +133,7 @@ def test_a_cache_resumed_after_torn_shards_is_byte_identical(tmp_path):
     cache, _, _ = small(tmp_path / "a")
     small(tmp_path / "b")
     assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
-    for shard, name in ((1, "teacher_gaps"), (2, "tokens"), (2, "teacher_indices")):
+    for shard, name in ((1, "teacher_gap_steps"), (2, "tokens"), (2, "teacher_codes")):
         torn = tmp_path / "b" / shard_file(cache.manifest, name, shard)
         torn.write_bytes(torn.read_bytes()[:50])
         (torn.parent / f"{torn.name}.__lock").write_bytes(b"half")
@@ -174,7 +174,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", ["teacher_gaps", "loss_mask"])
+@pytest.mark.parametrize("name", ["teacher_gap_steps", "loss_mask"])
 def test_a_damaged_shard_is_named_by_a_read(tmp_path, damage, name):
     """Case 34."""
     cache, _, _ = small(tmp_path)
@@ -278,7 +278,7 @@ def test_the_manifest_is_readable_json_and_reads_back(tmp_path):
     assert manifest["data_fingerprint"] == cache.manifest.data_fingerprint == "d"
     assert cache.manifest.temperatures == (1.0, 2.0)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(UserError, match="format 2 .*, got format 99; install"):
+    with pytest.raises(UserError, match="format 3 .*, got format 99; install"):
         Cache.open(str(tmp_path))
 
 

@@ -165,7 +165,7 @@ def test_every_form_gives_the_same_cache(form, folder, sequences, vllm):
     import_caches(config)
     for split in ("train", "heldout"):
         ours, theirs = (Cache.open(f"{x.cache.path}/{split}") for x in (config, vllm))
-        left, right = (x.stored_arrays(np.arange(theirs.rows)) for x in (ours, theirs))
+        left, right = (x.read_arrays(np.arange(theirs.rows)) for x in (ours, theirs))
         for name, array in right.items():
             last = name.startswith("teacher") and form == "own_parquet"  # which has one entry more
             where = left["loss_mask"] > 0 if last else np.ones(len(array), bool)
@@ -183,7 +183,7 @@ def test_the_same_sequences_are_held_out_as_of_token_data(vllm, folder, sequence
     for split in ("train", "heldout"):
         expected = sorted(tuple(document.tokens) for _, document in corpus.documents(split))
         cache = Cache.open(f"{vllm.cache.path}/{split}")
-        rows = cache.stored_arrays(np.arange(cache.rows))
+        rows = cache.read_arrays(np.arange(cache.rows))
         found = [
             tuple(tokens[segments == segment])
             for tokens, segments in zip(rows["tokens"], rows["segment_ids"], strict=True)

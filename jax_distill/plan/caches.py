@@ -56,7 +56,7 @@ class CachePlan:
 
 def requests(manifest: Manifest) -> tuple[int, int, int]:
     """(puts of a shard, gets of a shard, gets of a random row)."""
-    arrays = len(manifest.array_shapes())
+    arrays = len(manifest.stored_shapes())
     return arrays + 1, arrays, 2 * arrays
 
 
@@ -64,7 +64,7 @@ def plan_cache(
     manifest: Manifest, tokens: int, *, teacher_rate: float, train_rate: float
 ) -> CachePlan:
     """teacher_rate, train_rate: tokens a second of all devices that write, of one that trains."""
-    arrays, length = len(manifest.array_shapes()), manifest.sequence_length
+    arrays, length = len(manifest.stored_shapes()), manifest.sequence_length
     rows = -(-tokens // length)
     shards = -(-rows // manifest.shard_rows)
     puts, gets, row_gets = requests(manifest)

@@ -56,10 +56,10 @@ def test_a_billion_tokens_by_hand():
     )
     plan = plan_cache(manifest, 10**9, teacher_rate=65536.0, train_rate=8192.0)
     assert (plan.rows, plan.shards) == (122_071, 15_259)
-    assert plan.objects == 15_259 * 10 + 9 + 4
+    assert plan.objects == 15_259 * 11 + 10 + 4
     assert plan.bytes == expected_bytes(manifest, 122_071)
     assert plan.teacher_hours == pytest.approx(1e9 / 65536 / 3600)
-    assert (plan.puts, plan.gets, plan.train_gets) == (10.0, 9.0, 18.0)
+    assert (plan.puts, plan.gets, plan.train_gets) == (11.0, 10.0, 20.0)
 
 
 def test_the_command_needs_no_compiler_and_refuses_what_has_no_teacher(tmp_path, capsys):

@@ -139,12 +139,12 @@ def test_a_damaged_cache_is_refused_before_it_is_used(config):
     """Two shard files swapped: each would read, at the wrong rows."""
     cache, _ = teacher.write_caches(config)
     first, second = (
-        Path(cache.path) / shard_file(cache.manifest, "teacher_indices", shard) for shard in (0, 1)
+        Path(cache.path) / shard_file(cache.manifest, "teacher_codes", shard) for shard in (0, 1)
     )
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    with pytest.raises(RunError, match=r"teacher_indices/c/0/0/0 \(rows 0 to 15\)"):
+    with pytest.raises(RunError, match=r"teacher_codes/c/0/0/0 \(rows 0 to 15\)"):
         teacher.write_caches(config)
 
 

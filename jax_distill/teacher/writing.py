@@ -34,14 +34,14 @@ def expected_bytes(manifest: Manifest, rows: int) -> int:
 
     An upper bound where a position has fewer than K: a random sample, top_p.
     Fitted to real logits at K = 100, V of 2k to 201k and T of 256 to 8,192, 0 to 6 % above them
-    (docs/CACHE.md, "Size"): an id takes 0.78·log2(V) + 2.5 bits, a gap 1.05 bytes, a temperature 7,
-    the rest of a position 3; each piece of a row that is compressed alone 40 bytes an entry more
+    (docs/CACHE.md, "Size"): an id takes 0.375·log2(V) + 6.4 bits, a gap 0.74 bytes, a temperature 7,
+    the rest of a position 3; each piece of a row that is compressed alone 25 bytes an entry more
     and 900. No entry takes more than it has uncompressed.
     """
     length = manifest.sequence_length
     piece = min(length, 2048)  # positions: cache.arrays.INNER_CHUNK
-    id_bits = 0.78 * math.log2(max(manifest.vocab_size, 2)) + 2.5
-    per_entry = id_bits / 8 + 1.05 + 40 / piece
+    id_bits = 0.375 * math.log2(max(manifest.vocab_size, 2)) + 6.4
+    per_entry = id_bits / 8 + 0.74 + 25 / piece
     per_entry = min(per_entry, 4.0 if manifest.vocab_size <= 65536 else 6.0)
     per_entry += 0.3 if DRAWS in manifest.optional else 0
     per_token = manifest.top_k * per_entry + 7 * len(manifest.temperatures) + 3 + 900 / piece
