@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from jax_distill.base import charts, process
 from jax_distill.base.errors import UserError
 from jax_distill.bench import MATMULS, attention_check, gpu_check, head, peers
 from jax_distill.bench import __main__ as bench
+from jax_distill.conftest import on_devices
 from jax_distill.synthetic import loss_inputs
 
 SIZE = ["--tokens", "32", "--hidden_size", "16", "--vocab_size", "512", "--top_k", "7"]
@@ -167,7 +167,7 @@ def test_the_gpu_checks_definition_of_attention_is_its_own_derivative():
 @pytest.mark.skipif(not (ROOT / ".ci").is_dir(), reason="needs a checkout")
 def test_the_gpu_check_runs_at_toy_size(tmp_path):
     out = tmp_path / "new"
-    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "XLA_FLAGS": ""}
+    environment = on_devices(1) | {"OUT": str(out), "PYTHON": sys.executable}
     command = ["bash", str(ROOT / ".ci/gpu_check.sh"), "--toy"]  # on one device, as on one GPU
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

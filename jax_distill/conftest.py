@@ -27,6 +27,14 @@ hypothesis.settings.register_profile("same", derandomize=True, database=None, de
 hypothesis.settings.load_profile("same")
 
 
+def on_devices(count: int) -> dict[str, str]:
+    """The environment of a process with so many simulated devices, that compiles as the suite does:
+    the numbers of two compilers are the same to rounding alone."""
+    flag = "--xla_force_host_platform_device_count"
+    flags = [each for each in os.environ["XLA_FLAGS"].split() if not each.startswith(flag)]
+    return os.environ | {"XLA_FLAGS": " ".join([*flags, f"{flag}={count}"])}
+
+
 @pytest.fixture
 def optax_promotion():
     """optax's own arithmetic mixes ints and floats; everything of ours stays strict."""

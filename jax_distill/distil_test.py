@@ -37,6 +37,7 @@ from jax_distill.config import (
     TrainConfig,
     save,
 )
+from jax_distill.conftest import on_devices
 from jax_distill.data import row_indices
 from jax_distill.losses import LossSums
 from jax_distill.model import train_flops_per_token
@@ -532,7 +533,7 @@ def test_another_tokenizer_is_refused_before_training(folder, finished, tmp_path
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize(("devices", "data", "fsdp"), [(1, 1, 1), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("devices", "data", "fsdp"), [(1, 1, 1), (4, 2, 2)])
 def test_the_whole_run_is_the_same_on_any_number_of_devices(
     folder, finished, tmp_path, devices, data, fsdp
 ):
@@ -545,11 +546,8 @@ def test_the_whole_run_is_the_same_on_any_number_of_devices(
     )
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, ce_baseline=False))
     save(config, tmp_path / "config.yaml")
-    flag = f"--xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-m", "jax_distill.train", "--config", str(tmp_path / "config.yaml")]
-    done = subprocess.run(
-        command, env={**os.environ, "XLA_FLAGS": flag}, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=on_devices(devices), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     expected, got = (read_metrics(path / "metrics.jsonl") for path in (finished, tmp_path / "run"))
     assert [r["step"] for r in got] == [r["step"] for r in expected]

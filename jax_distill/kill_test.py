@@ -17,6 +17,7 @@ import yaml
 
 from jax_distill import audit
 from jax_distill.cache import Cache, writer
+from jax_distill.conftest import on_devices
 from jax_distill.teacher_test import hf_folder, text_file
 
 # A process takes the time that the machine has for it: the limit is only for one that hangs.
@@ -65,7 +66,7 @@ def start(
 ) -> subprocess.Popen:
     """Start `python -m …` as a person would, on one CPU device; all it says is added to `log`. At
     the moment given, it sends itself the signal `number`."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment = on_devices(1)
     program = ["-m", *command]
     if at:
         where = [f"{at.module}:{at.name}", str(at.call), at.word, at.when, str(int(number))]

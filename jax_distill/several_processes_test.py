@@ -3,7 +3,6 @@ student; one killed, resumed by another number of them; a live teacher, tensor, 
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -19,6 +18,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from jax_distill.cache import Cache
+from jax_distill.conftest import on_devices
 from jax_distill.fit import Steps
 from jax_distill.kill_test import SIGNAL_AT
 from jax_distill.run import read_metrics
@@ -128,8 +128,7 @@ def start_all(
     logs/<number>.log. programs: of a process what stands for python's -m."""
     port = free_port(OPEN_MPI_PORTS if open_mpi else 0)
     logs.mkdir(exist_ok=True)
-    flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]  # conftest's
-    base = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    base = on_devices(1) | {"JAX_PLATFORMS": "cpu"}
     started = []
     for each in range(count):
         variables, options = placement(each, count, port, open_mpi)

@@ -35,6 +35,7 @@ from jax_distill.base.errors import UserError
 from jax_distill.base.files import check_new_file, write_json
 from jax_distill.cache import Cache, arrays, coding, create
 from jax_distill.cache.arrays import INNER_CHUNK, LEVEL
+from jax_distill.cache.manifest import FORMAT_VERSION
 
 CODECS = [
     f"{cname}:{shuffle}"
@@ -111,7 +112,7 @@ def measure(
 ) -> dict[str, Any]:
     """One row of the table: N `rows` of the arrays [n,…] written at a setting, and read.
     inner_chunk: positions at most that are compressed together."""
-    manifest = replace(of.manifest, shard_rows=min(shard_rows, rows))
+    manifest = replace(of.manifest, shard_rows=min(shard_rows, rows), format_version=FORMAT_VERSION)
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder, made_otherwise(inner_chunk, codec):
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ from jax_distill.cache.manifest import Manifest
 
 INNER_CHUNK = 2048  # positions of one row that are compressed together
 BLOSC = {"cname": "zstd", "shuffle": "shuffle", "blocksize": 1 << 18}
-LEVEL = 5  # of zstd, 1 to 9; docs/CACHE.md, "Size", has what each costs
+LEVEL = 1  # of zstd, 1 to 9; docs/CACHE.md, "Size", has what each costs
 
 
 def open_array(

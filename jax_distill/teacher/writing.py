@@ -34,8 +34,8 @@ def expected_bytes(manifest: Manifest, rows: int) -> int:
 
     An upper bound where a position has fewer than K: a random sample, top_p.
     Fitted to real logits at K = 100, V of 2k to 201k and T of 256 to 8,192, 0 to 6 % above them
-    (docs/CACHE.md, "Size"): an id takes 0.375·log2(V) + 6.4 bits, a gap 0.74 bytes, a temperature 7,
-    the rest of a position 3; each piece of a row that is compressed alone 25 bytes an entry more
+    (docs/CACHE.md, "Size"): an id takes 0.375·log2(V) + 6.4 bits, a gap 0.74 bytes, a temperature
+    7, the rest of a position 3; each piece of a row that is compressed alone 25 bytes an entry more
     and 900. No entry takes more than it has uncompressed.
     """
     length = manifest.sequence_length
