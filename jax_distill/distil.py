@@ -1,9 +1,9 @@
-"""From a teacher to a distilled student: `distil` is the whole job in numbered stages, `fit.fit`
+"""From a teacher to a distilled student: `distil` is the whole job, a function a stage, `fit.fit`
 the loop, and `python -m jax_distill.train` the command."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from jax_distill.config import Config, as_dict, without_teacher
 from jax_distill.disagreements import Disagreements
 from jax_distill.fit import fit
 from jax_distill.hidden_layers import with_pairs
-from jax_distill.model import Decoder, count_parameters
+from jax_distill.model import Decoder, ModelConfig, count_parameters
 from jax_distill.model_folder import model_card
 from jax_distill.run import Run
 from jax_distill.teacher import load_teacher
@@ -148,16 +148,30 @@ def final_evaluation(
     return {"table": table, "shown": shown | ({"test_by_source": apart} if apart else {})}
 
 
-def distil(config: Config, run: Run, mesh: Mesh) -> None:
-    """The whole job in order; what is on disk already is not made again."""
-    # 1. The models' files; does this machine compute right? Then the cache: the teacher runs once.
-    teacher_files, teacher_folder = processes.primary_first(lambda: teacher.teacher_folders(config))
-    trained = run.trained
+class Job(NamedTuple):
+    """What the stages after the first one work with.
 
-    def prepare(cache: Cache | None = None) -> tuple[Path, Path]:
+    config: with hidden-state losses as pairs of layers. teacher_folder: None where the decoder
+    cannot run it. start, folder: the student's first weights, and its own files.
+    """
+
+    config: Config
+    teacher_folder: Path | None
+    start: Path
+    folder: Path
+    architecture: ModelConfig
+    train_cache: Cache
+    heldout_cache: Cache
+
+
+def prepare(config: Config, run: Run) -> Job:
+    """The models' files; does this machine compute right? Then the teacher runs, once."""
+    teacher_files, teacher_folder = processes.primary_first(lambda: teacher.teacher_folders(config))
+
+    def student_folders(cache: Cache | None = None) -> tuple[Path, Path]:
         def made() -> list[str]:
-            both = student.prepare(config, run.path, teacher_files, trained=trained, cache=cache)
-            return [*map(str, both)]
+            options: dict[str, Any] = {"trained": run.trained, "cache": cache}
+            return [*map(str, student.prepare(config, run.path, teacher_files, **options))]
 
         start, folder = map(Path, processes.from_primary(made))
         return start, folder
@@ -167,7 +181,7 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     if by_rows:
         architecture = student.planned_architecture(config).model
     else:
-        start, folder = prepare()
+        start, folder = student_folders()
         architecture = hf.model_config(hf.read_config(folder))
     models_run = [(architecture, config.train.compute_dtype)]
     depth = None
@@ -182,43 +196,35 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     doctor.check(config, models_run)
     train_cache, heldout_cache = teacher.write_caches(config)
     if by_rows:
-        start, folder = prepare(train_cache)
+        start, folder = student_folders(train_cache)
     run.use_cache(train_cache.fingerprint)
+    return Job(config, teacher_folder, start, folder, architecture, train_cache, heldout_cache)
 
-    # 2. What the end would refuse is refused now.
-    vocab_size = student.vocabulary_size(folder, train_cache)
-    export.check_folder(run.path / "export", folder)
-    if teacher_folder:
-        evaluate.check_columns(architecture.vocab_size, "student", heldout_cache)
-        evaluate.check_targets(heldout_cache, evaluate.table_rows(heldout_cache))
-    length = train_cache.sequence_length
-    dtype = jnp.dtype(config.train.compute_dtype)
-    chosen = config.train.attention_implementation or default_attention(
-        dtype, length, architecture.head_dim
-    )
-    say(f"attention: {chosen}, {length:,} positions a row, {dtype.name}")
 
-    # 3. Does the cache hold this teacher's targets?
-    live = None
+def check_end(job: Job, run: Run) -> None:
+    """What the end would refuse is refused before training."""
+    export.check_folder(run.path / "export", job.folder)
+    if job.teacher_folder:
+        evaluate.check_columns(job.architecture.vocab_size, "student", job.heldout_cache)
+        evaluate.check_targets(job.heldout_cache, evaluate.table_rows(job.heldout_cache))
+
+
+def train_students(job: Job, run: Run, mesh: Mesh, vocab_size: int) -> dict[str, Decoder]:
+    """The student, and the same without the teacher where `train.ce_baseline` says so."""
+    config, live = job.config, None
     if config.teacher.is_live:
-        live = live_teacher(config, teacher_folder, vocab_size, train_cache, mesh)
-    elif teacher_folder and config.loss.reads_teacher and not trained:
-        say(f"cache check: {teacher_folder} over rows of {train_cache.path}")
-        check_train_cache(config, teacher_folder, train_cache, mesh)
-
-    # 4. Training, and the same without the teacher.
-    steps = config.train.total_steps(train_cache.rows)
+        live = live_teacher(config, job.teacher_folder, vocab_size, job.train_cache, mesh)
     shared: dict[str, Any] = {
-        "caches": (train_cache, heldout_cache),
+        "caches": (job.train_cache, job.heldout_cache),
         "mesh": mesh,
-        "steps": steps,
+        "steps": config.train.total_steps(job.train_cache.rows),
         "vocab_size": vocab_size,
     }
-    say(f"student: loading {start}")
+    say(f"student: loading {job.start}")
     model = fit(
         config,
         run.path,
-        load_on_mesh(start, config, mesh),
+        load_on_mesh(job.start, config, mesh),
         what="student",
         teacher=live,
         resume_step=config.train.resume_step,
@@ -226,23 +232,32 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
         **shared,
     )
     del live
-    models = {"student": model}
-    if config.train.ce_baseline:
-        models["ce_baseline"] = fit(
-            without_teacher(config),
-            run.path / "ce_baseline",
-            load_on_mesh(start, config, mesh),
-            what="CE-only student",
-            **shared,
-        )
+    if not config.train.ce_baseline:
+        return {"student": model}
+    baseline = fit(
+        without_teacher(config),
+        run.path / "ce_baseline",
+        load_on_mesh(job.start, config, mesh),
+        what="CE-only student",
+        **shared,
+    )
+    return {"student": model, "ce_baseline": baseline}
 
-    # 5. The test table, the exported folder, summary and report.
+
+def finish(job: Job, run: Run, mesh: Mesh, models: dict[str, Decoder]) -> None:
+    """The test table, the exported folder, summary and report."""
+    config, model = job.config, models["student"]
     found: dict[str, Any] = {"table": {}}
-    if teacher_folder:
-        rows = len(evaluate.table_rows(heldout_cache))
-        say(f"test table: {len(models) + 2} models over {rows:,} rows of {heldout_cache.path}")
-        words = samples.Words(folder)
-        found = final_evaluation(config, teacher_folder, start, models, heldout_cache, mesh, words)
+    teacher_parameters = None
+    if job.teacher_folder:
+        rows = len(evaluate.table_rows(job.heldout_cache))
+        say(f"test table: {len(models) + 2} models over {rows:,} rows of {job.heldout_cache.path}")
+        words = samples.Words(job.folder)
+        found = final_evaluation(
+            config, job.teacher_folder, job.start, models, job.heldout_cache, mesh, words
+        )
+        of_teacher = hf.model_config(hf.read_config(job.teacher_folder))
+        teacher_parameters = count_parameters(of_teacher)
     if not processes.is_primary_process():
         hf.send_weights(model)
         processes.wait_for_all()
@@ -250,21 +265,39 @@ def distil(config: Config, run: Run, mesh: Mesh) -> None:
     summary = loop.summary_of(
         run,
         config,
-        train_cache,
-        steps=steps,
+        job.train_cache,
+        steps=config.train.total_steps(job.train_cache.rows),
         **found,
         student_parameters=count_parameters(model.config),
-        teacher_parameters=count_parameters(hf.model_config(hf.read_config(teacher_folder)))
-        if teacher_folder
-        else None,
+        teacher_parameters=teacher_parameters,
     )
-    card = model_card(summary=summary, config=as_dict(config), cache=train_cache.fingerprint)
+    fingerprint = job.train_cache.fingerprint
+    card = model_card(summary=summary, config=as_dict(config), cache=fingerprint)
     say(f"export: {run.path}/export")
     export.write_folder(
-        run.path / "export", model, student=folder, dtype=config.train.param_dtype, card=card
+        run.path / "export", model, student=job.folder, dtype=config.train.param_dtype, card=card
     )
     loop.finish(run, summary)
     processes.wait_for_all()
+
+
+def distil(config: Config, run: Run, mesh: Mesh) -> None:
+    """The whole job in order; what is on disk already is not made again."""
+    job = prepare(config, run)
+    config, cache = job.config, job.train_cache
+    vocab_size = student.vocabulary_size(job.folder, cache)
+    check_end(job, run)
+    length, dtype = cache.sequence_length, jnp.dtype(config.train.compute_dtype)
+    chosen = config.train.attention_implementation or default_attention(
+        dtype, length, job.architecture.head_dim
+    )
+    say(f"attention: {chosen}, {length:,} positions a row, {dtype.name}")
+
+    is_read = config.loss.reads_teacher and not config.teacher.is_live
+    if job.teacher_folder and is_read and not run.trained:
+        say(f"cache check: {job.teacher_folder} over rows of {cache.path}")
+        check_train_cache(config, job.teacher_folder, cache, mesh)
+    finish(job, run, mesh, train_students(job, run, mesh, vocab_size))
 
 
 def main(config: Config) -> None:

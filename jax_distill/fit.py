@@ -20,7 +20,7 @@ from jax_distill import evaluate, loop, processes, sharding
 from jax_distill.base.console import StepProgress, StopSignal, say
 from jax_distill.base.process import peak_host_bytes
 from jax_distill.batch import Batch
-from jax_distill.cache import Cache
+from jax_distill.cache import Cache, Manifest
 from jax_distill.config import Config
 from jax_distill.data import reader_options
 from jax_distill.devices import memory_of, peak_bf16_flops
@@ -191,6 +191,31 @@ class Steps:
         self._clock = time.perf_counter()
 
 
+def _programs(
+    config: Config,
+    model: Decoder,
+    cache: Manifest,
+    mesh: Mesh,
+    steps: int,
+    vocab_size: int,
+    teacher: Decoder | None,
+) -> Programs:
+    """What `fit` runs; a hidden-state loss gives `model` its projections here."""
+    if hidden := config.loss.hidden_objective():
+        live_width = teacher.config.hidden_size if teacher else None
+        width, pairs = teacher_width(config, cache, live_width), len(hidden.pairs)
+        add_projection(model, pairs=pairs, teacher_width=width, mesh=mesh, seed=config.seed)
+    return make_programs(
+        config,
+        model,
+        mesh,
+        steps=steps,
+        vocab_size=vocab_size,
+        teacher=teacher,
+        teacher_vocab_size=cache.vocab_size,
+    )
+
+
 def fit(
     config: Config,
     folder: Path,
@@ -219,22 +244,9 @@ def fit(
         Stopped: after SIGTERM or SIGINT, the state being saved.
     """
     train, length = config.train, caches[0].sequence_length
-    if hidden := config.loss.hidden_objective():
-        live_width = teacher.config.hidden_size if teacher else None
-        width = teacher_width(config, caches[0].manifest, live_width)
-        pairs = len(hidden.pairs)
-        add_projection(model, pairs=pairs, teacher_width=width, mesh=mesh, seed=config.seed)
     tokens = train.batch_size * length
     flops = tokens * step_flops_per_token(model.config, teacher.config if teacher else None, length)
-    programs = make_programs(
-        config,
-        model,
-        mesh,
-        steps=steps,
-        vocab_size=vocab_size,
-        teacher=teacher,
-        teacher_vocab_size=caches[0].manifest.vocab_size,
-    )
+    programs = _programs(config, model, caches[0].manifest, mesh, steps, vocab_size, teacher)
     saved = Checkpoints(folder / "checkpoints", keep=train.keep, seed=config.seed)
     options: dict[str, Any] = {"steps": steps, "what": what, "resume_step": resume_step}
     first, state = begin(config, programs, model, saved, mesh, runs=runs, **options)

@@ -9,7 +9,8 @@ docs/CACHE.md is the format: arrays, manifest, commits, heads, checks, version p
     teacher_gaps                     [N,T,K]  float16
     teacher_log_z, teacher_log_tail  [N,T,S]  float32
 
-In the files, ids and gaps have the form of `coding`. N rows, B rows of a batch, T positions of a row, K stored tokens, S temperatures, V vocabulary.
+In the files, ids and gaps have the form of `coding`. N rows, B rows of a batch, T positions of a
+row, K stored tokens, S temperatures, V vocabulary.
 `location` is the only module that knows where these lie. Needs neither jax nor torch.
 """
 
