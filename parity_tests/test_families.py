@@ -4,6 +4,7 @@ folder of transformers' says is what this model computes, and what it writes tra
 (The rungs "norm", "rotary" and "attention", and Llama on all of them, have files of their own.)
 """
 
+import copy
 import json
 import logging
 
@@ -150,25 +151,33 @@ def test_logits_and_gradients_of_packed_rows(cache, tmp_path, name):
     expected = {key: gradient.clone() for key, gradient in expected.items()}
     value, got = jax_gradients(folder, batch, loss)
     assert_close(f"gradients, {name}", "loss", value, sums.loss / sums.count, LOSS_TOLERANCE)
-    moved = gradients_of_rounded_weights(model, batch, loss)
+    moved = [gradients_of_rounded_weights(model, batch, loss, draw) for draw in range(DRAWS)]
     assert got.keys() == expected.keys()
     for key, gradient in expected.items():
-        condition = float((moved[key] - gradient).abs().max() / gradient.abs().max())
+        furthest = max((each[key] - gradient).abs().max() for each in moved)
+        condition = float(furthest / gradient.abs().max())
         assert condition < 1e-3, f"{name}, {key}: an expert was exchanged; choose another seed"
         tolerance = max(GRADIENT_TOLERANCE, 8 * condition)
         assert_close(f"gradients, {name}", key, got[key], gradient, tolerance)
 
 
-def gradients_of_rounded_weights(model, batch, loss: LossConfig) -> dict[str, torch.Tensor]:
+DRAWS = 4  # one alone may leave a tensor of few entries where it was
+
+
+def gradients_of_rounded_weights(
+    model, batch, loss: LossConfig, draw: int
+) -> dict[str, torch.Tensor]:
     """With each weight moved by −1, 0 or 1 unit in its last place, at random: how well the
     gradients are determined at all. That rounds each term of a sum once; a backend rounds the
     partial sums, too, in an order of its own for each vector width, and is up to 8 of these off."""
-    draw = torch.Generator().manual_seed(0)
+    generator, before = torch.Generator().manual_seed(draw), copy.deepcopy(model.state_dict())
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=draw))
+            weight.mul_(1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=generator))
     model.zero_grad()
-    return tiny.torch_gradients(model, batch, tiny.torch_task(loss), ROWS)[0]
+    found = tiny.torch_gradients(model, batch, tiny.torch_task(loss), ROWS)[0]
+    model.load_state_dict(before)
+    return {key: gradient.clone() for key, gradient in found.items()}
 
 
 @every_family
