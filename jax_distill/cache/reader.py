@@ -361,7 +361,14 @@ class Cache:
         except ValueError as error:
             away = self.location.unreachable(error)
             raise RunError(away or self._name_damage(rows, str(error))) from error
-        return coding.decode(arrays, self.manifest.vocab_size) if is_coded else arrays
+        try:
+            return coding.decode(arrays, self.manifest.vocab_size) if is_coded else arrays
+        except (IndexError, ValueError) as error:  # whole chunks, of another array
+            raise RunError(
+                f"expected ids below {self.manifest.vocab_size} in the cache at {self.path}, got "
+                f"others in rows {rows.min()} to {rows.max()}: {one_line(error)}; "
+                f"python -m jax_distill.audit {self.path} --verify names the files"
+            ) from error
 
     def _name_damage(self, rows: np.ndarray, reason: str) -> str:
         """Which shard file of those a failed read touched is the bad one, and what to do."""
