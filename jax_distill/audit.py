@@ -162,6 +162,7 @@ def print_facts(cache: Cache) -> None:
     manifest = cache.manifest
     facts = {
         "path": cache.path,
+        "format": f"{manifest.format_version}",
         "rows": f"{cache.rows:,} of {manifest.sequence_length:,} tokens",
         "committed": f"{len(cache.commits)} of {cache.shard_count} shards of "
         f"{manifest.shard_rows} rows",

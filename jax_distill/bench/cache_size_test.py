@@ -38,6 +38,13 @@ def test_the_estimate_is_what_was_measured_a_little_from_above(vocab_size, lengt
     assert 1.0 <= found / MEASURED[vocab_size, length] < 1.065
 
 
+def test_a_cache_that_is_resumed_in_format_2_is_expected_to_take_what_those_took():
+    """297.4 bytes a position measured at V = 49,152, 322.6 at 201,088 (T = 512, K = 100)."""
+    for vocab_size, measured in ((49_152, 297.4), (201_088, 322.6)):
+        old = manifest(vocab_size, 512, format_version=2)
+        assert 1.0 <= expected_bytes(old, 1000) / 1000 / 512 / measured < 1.065
+
+
 def test_short_rows_take_no_more_than_uncompressed():
     found = expected_bytes(manifest(300, 8, top_k=20), 1) / 8
     assert found <= 20 * 4 + 7 + 3 + 900 / 8

@@ -24,7 +24,11 @@ from jax_distill.cache.documents import (
     resume_point,
 )
 from jax_distill.cache.draws import row_uniforms
-from jax_distill.cache.fingerprint import teacher_fingerprint, vocabulary_fingerprint
+from jax_distill.cache.fingerprint import (
+    teacher_fingerprint,
+    vocabulary_conflict,
+    vocabulary_fingerprint,
+)
 from jax_distill.cache.heldout import (
     CALIBRATION_BINS,
     check_targets,
@@ -34,7 +38,7 @@ from jax_distill.cache.heldout import (
 )
 from jax_distill.cache.location import Location
 from jax_distill.cache.manifest import Manifest, refuse_other_cache
-from jax_distill.cache.reader import Cache, vocabulary_conflict
+from jax_distill.cache.reader import Cache
 from jax_distill.cache.verdict import Verdict, judge
 from jax_distill.cache.writer import Writer, create
 

@@ -4,7 +4,7 @@ Since format 3, instead of `teacher_indices` and `teacher_gaps`:
 
     teacher_frequent   [N,F]    the ids that a row's entries have most often
     teacher_codes      [N,T,K]  ids, renumbered: the F frequent ones of the row come first
-    teacher_gap_steps  [N,T,K]  uint16: by how many float16 a gap is above the one before it
+    teacher_gap_steps  [N,T,K]  uint16: how many float16 values a gap is above the last
 
 A byte-wise compressor sees no structure in an id: both its bytes vary. The high byte of a code is 0
 for 256 ids that a row has often, 1 for the next 256, and so on: most of them are small. Gaps

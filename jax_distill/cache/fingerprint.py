@@ -20,6 +20,17 @@ def vocabulary_fingerprint(vocabulary: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(ordered, ensure_ascii=True).encode()).hexdigest()
 
 
+def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[int, str, str] | None:
+    """(id, our token, the other's) of the smallest id that two tokenizers give to different tokens.
+
+    Only ids that both have are compared: padded heads and tokens added at the end are no conflict.
+    """
+    mine = {i: token for token, i in ours.items()}
+    theirs = {i: token for token, i in other.items()}
+    conflicts = [i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i]]
+    return (min(conflicts), mine[min(conflicts)], theirs[min(conflicts)]) if conflicts else None
+
+
 def teacher_fingerprint(path: Path) -> str:
     """sha256, in hex, of a teacher's content; both backends name it so.
 

@@ -147,7 +147,9 @@ def test_format_1_is_refused_by_the_command_that_writes_it_again(tmp_path):
     values = json.loads(file.read_text())
     del values["optional"]
     file.write_text(json.dumps(values | {"format_version": 1}))
-    message = "format 3 .*got format 1.*python -m jax_distill.teacher --config X.yaml --cache.path"
+    message = (
+        "format 2 or 3 .*got format 1.*python -m jax_distill.teacher --config X.yaml --cache.path"
+    )
     with pytest.raises(UserError, match=message) as caught:
         Cache.open(str(tmp_path / "old"))
     assert "\n" not in str(caught.value)

@@ -84,6 +84,20 @@ def test_a_file_that_may_still_change_under_the_same_stamp_is_not_remembered(tmp
     assert json.loads(memory.read_text())["files"] == {}
 
 
+def test_files_of_two_arrays_swapped_are_refused_by_a_read_too(tmp_path):
+    """Whole chunks of the same dtype and shape, which crc32c has nothing against."""
+    cache = cache_in(tmp_path / "cache")
+    codes, steps = (
+        Path(cache.path) / shard_file(cache.manifest, name, 0)
+        for name in ("teacher_codes", "teacher_gap_steps")
+    )
+    swapped = codes.read_bytes(), steps.read_bytes()
+    steps.write_bytes(swapped[0]), codes.write_bytes(swapped[1])
+    with pytest.raises(RunError, match="expected ids below .*audit .* --verify names") as refusal:
+        Cache.open(cache.path).read([0])
+    assert "\n" not in str(refusal.value)
+
+
 # ---- metadata -----------------------------------------------------------------------------------
 
 

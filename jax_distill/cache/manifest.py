@@ -13,6 +13,7 @@ from jax_distill.cache.fingerprint import vocabulary_fingerprint
 
 FORMAT_VERSION = 3
 OLDEST_FORMAT = 2  # that is read; docs/CACHE.md, "Versions"
+READ_FORMATS = f"{OLDEST_FORMAT} or {FORMAT_VERSION}"
 LARGEST_TOP_K = 65535  # teacher_count is uint16
 TEACHER_ARRAYS = tuple(f"{TEACHER_PREFIX}{name}" for name in ENCODED_FIELDS)
 # Recorded but not compared; the vocabulary is, by its fingerprint.
@@ -122,13 +123,13 @@ class Manifest:
         version = whole_number("format_version", values["format_version"], 1, 1 << 31)
         if version < OLDEST_FORMAT:
             raise UserError(
-                f"expected a cache of format {FORMAT_VERSION} at {path}, got format {version}, "
+                f"expected a cache of format {READ_FORMATS} at {path}, got format {version}, "
                 "which is no longer read; re-create it: python -m jax_distill.teacher "
                 "--config X.yaml --cache.path NEW_FOLDER"
             )
         if version > FORMAT_VERSION:
             raise UserError(
-                f"expected a cache of format {FORMAT_VERSION} at {path}, got format {version}; "
+                f"expected a cache of format {READ_FORMATS} at {path}, got format {version}; "
                 "install the jax_distill that wrote it, or a newer one"
             )
         unknown = sorted(set(values) - {each.name for each in fields(cls)})

@@ -21,6 +21,7 @@ from jax_distill.cache.documents import (
     read_commits,
     read_state,
 )
+from jax_distill.cache.fingerprint import vocabulary_conflict
 from jax_distill.cache.integrity import longer_array, metadata_problems, shard_problems
 from jax_distill.cache.location import Location, sha256_hex
 from jax_distill.cache.manifest import (
@@ -30,17 +31,6 @@ from jax_distill.cache.manifest import (
     Manifest,
     digest,
 )
-
-
-def vocabulary_conflict(ours: dict[str, int], other: dict[str, int]) -> tuple[int, str, str] | None:
-    """(id, our token, the other's) of the smallest id that two tokenizers give to different tokens.
-
-    Only ids that both have are compared: padded heads and tokens added at the end are no conflict.
-    """
-    mine = {i: token for token, i in ours.items()}
-    theirs = {i: token for token, i in other.items()}
-    conflicts = [i for i in mine.keys() & theirs.keys() if mine[i] != theirs[i]]
-    return (min(conflicts), mine[min(conflicts)], theirs[min(conflicts)]) if conflicts else None
 
 
 class Cache:

@@ -278,7 +278,7 @@ def test_the_manifest_is_readable_json_and_reads_back(tmp_path):
     assert manifest["data_fingerprint"] == cache.manifest.data_fingerprint == "d"
     assert cache.manifest.temperatures == (1.0, 2.0)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(UserError, match="format 3 .*, got format 99; install"):
+    with pytest.raises(UserError, match="format 2 or 3 .*, got format 99; install"):
         Cache.open(str(tmp_path))
 
 

@@ -36,12 +36,15 @@ def expected_bytes(manifest: Manifest, rows: int) -> int:
     Fitted to real logits at K = 100, V of 2k to 201k and T of 256 to 8,192, 0 to 6 % above them
     (docs/CACHE.md, "Size"): an id takes 0.375·log2(V) + 6.4 bits, a gap 0.74 bytes, a temperature
     7, the rest of a position 3; each piece of a row that is compressed alone 25 bytes an entry more
-    and 900. No entry takes more than it has uncompressed.
+    and 900. No entry takes more than it has uncompressed. In format 2 the first three and the 25
+    are 0.78, 2.5, 1.05 and 40.
     """
     length = manifest.sequence_length
     piece = min(length, 2048)  # positions: cache.arrays.INNER_CHUNK
-    id_bits = 0.375 * math.log2(max(manifest.vocab_size, 2)) + 6.4
-    per_entry = id_bits / 8 + 0.74 + 25 / piece
+    fitted = (0.375, 6.4, 0.74, 25) if manifest.is_coded else (0.78, 2.5, 1.05, 40)
+    slope, bits, gap, of_piece = fitted
+    id_bits = slope * math.log2(max(manifest.vocab_size, 2)) + bits
+    per_entry = id_bits / 8 + gap + of_piece / piece
     per_entry = min(per_entry, 4.0 if manifest.vocab_size <= 65536 else 6.0)
     per_entry += 0.3 if DRAWS in manifest.optional else 0
     per_token = manifest.top_k * per_entry + 7 * len(manifest.temperatures) + 3 + 900 / piece
@@ -234,7 +237,7 @@ def _run_teacher(
     first = next(own, None)
     if first is None:
         return
-    processes.from_primary(lambda: _announce(writer.path, manifest, work.expected_rows))
+    processes.from_primary(lambda: _announce(writer.path, writer.manifest, work.expected_rows))
     outputs = _ahead(
         (shard, capture(model, batch, **options))
         for shard, count in itertools.chain([first], own)
