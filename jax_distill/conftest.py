@@ -1,5 +1,6 @@
 """Strict JAX for every test here: no silent promotion, no silent broadcasting, 8 devices."""
 
+import gc
 import os
 import subprocess
 from importlib import metadata
@@ -7,12 +8,14 @@ from importlib import metadata
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    # The suite's time goes into compiling small programs that run once, and XLA's older emitters
-    # take about half as long over them. JAX 0.11 has them no more, and refuses the flag; where
-    # somebody asks for an older instruction set they fail at float16.
-    has_older = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)
-    if has_older and "xla_cpu_max_isa" not in flags:
-        flags += " --xla_cpu_use_fusion_emitters=false"
+    # The suite's time goes into compiling small programs that run once: XLA optimises none of them,
+    # but where an instruction set is asked for (the README's commands run as XLA has them).
+    if "xla_cpu_max_isa" not in flags:
+        flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        # The older emitters take about half as long as the newer ones. JAX 0.11 has them no more
+        # and refuses the flag.
+        if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+            flags += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = flags.strip()
 
 import hypothesis
@@ -21,6 +24,10 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes millions of small objects that live on: one look at them in 700, as Python has it,
+# is a twentieth of the suite's time.
+gc.set_threshold(200_000)
 
 # The same draws at every run and on every machine, whose speed is nothing to them either.
 hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None)
