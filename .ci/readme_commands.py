@@ -1,7 +1,7 @@
 """Run the README's fenced shell commands, in order, as a reader would.
 
 ```bash            runs as it stands
-```bash long       runs with 2 steps and few rows (a command of more than 5 minutes)
+```bash long       runs with 2 steps and few, short rows (a command of more than 5 minutes)
 ```bash needs-gpu  (or needs-hub, needs-cluster, needs-bucket, planned) is shown and not run here;
                    the options of training commands are read
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"^```(?:bash|sh)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINING = re.compile(r"^python -m jax_distill\.train (?:.*\\\n)*.*", re.MULTILINE)
-SHORT = "--train.steps 2 --data.max_rows 16 --data.max_heldout_rows 8"
+SHORT = "--train.steps 2 --data.sequence_length 128 --data.max_rows 8 --data.max_heldout_rows 2"
 NOT_HERE = {"needs-gpu", "needs-hub", "needs-cluster", "needs-bucket", "planned"}
 
 
