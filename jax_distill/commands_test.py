@@ -235,7 +235,7 @@ def test_evaluate_takes_another_teacher_of_the_same_tokenizer_and_says_so(
 def test_evaluate_refuses_a_head_that_lacks_ids_of_the_cache(config, heldout, tmp_path):
     cache = evaluate.Cache.open(heldout)
     narrow = random_model(vocab_size=VOCAB - 1)
-    with pytest.raises(UserError, match=f"expected {VOCAB} columns in the head of narrow"):
+    with pytest.raises(UserError, match=f"expected a vocabulary of at least {VOCAB} for narrow"):
         evaluate.test_table(
             random_model(),
             {"narrow": narrow},

@@ -205,7 +205,7 @@ def check_end(job: Job, run: Run) -> None:
     """What the end would refuse is refused before training."""
     export.check_folder(run.path / "export", job.folder)
     if job.teacher_folder:
-        evaluate.check_columns(job.architecture.vocab_size, "student", job.heldout_cache)
+        evaluate.check_vocab_size(job.architecture.vocab_size, "student", job.heldout_cache)
         evaluate.check_targets(job.heldout_cache, evaluate.table_rows(job.heldout_cache))
 
 

@@ -122,21 +122,21 @@ def compare(
     return table
 
 
-def check_columns(columns: int, name: str, cache: Cache) -> None:
-    """Refuse a head that lacks some of the cache's ids: over all of them its KL is infinite."""
-    if columns < cache.manifest.vocab_size:
+def check_vocab_size(vocab_size: int, name: str, cache: Cache) -> None:
+    """Refuse a model that lacks some of the cache's ids: over all of them its KL is infinite."""
+    if vocab_size < cache.manifest.vocab_size:
         raise UserError(
-            f"expected {cache.manifest.vocab_size} columns in the head of {name}, the ids of "
-            f"the cache at {cache.path}, got {columns}; use models with the tokenizer of the cache"
+            f"expected a vocabulary of at least {cache.manifest.vocab_size} for {name}, the ids of "
+            f"the cache at {cache.path}, got {vocab_size}; use models with the cache's tokenizer"
         )
 
 
-def shared(rows: int, mesh: Mesh | None) -> int:
-    """`rows`, or the next number that the devices can share."""
+def divisible(rows: int, mesh: Mesh | None) -> int:
+    """`rows`, or the next number of which each device gets an equal part."""
     return rows if mesh is None else -(-rows // row_shards(mesh)) * row_shards(mesh)
 
 
-def placed(batch: Batch, mesh: Mesh | None) -> Batch:
+def on_devices(batch: Batch, mesh: Mesh | None) -> Batch:
     """The batch, split over the mesh if there is one."""
     return batch if mesh is None else shard_batch(mesh, batch)
 
@@ -155,21 +155,21 @@ def test_table(
     """Means per valid token over `rows`: kl, cross_entropy (nats), perplexity, top1_agreement,
     acceptance_rate (`FullTokenValues`); and the calibration_error (`cache.table_of`).
 
-    students: one at least. mesh: where the models lie; the rows are split over it, so many at a
+    students: one at least. mesh: that of the models; the rows are split over it, so many at a
     time that its devices get equal parts. disagreements: is given the positions of largest KL.
 
     Raises:
-        UserError: the rows hold no valid token; a head has fewer columns than the cache ids.
+        UserError: the rows hold no valid token; a model has a smaller vocabulary than the cache.
         RunError: a model has logits that are not finite; it and the rows are named.
     """
     check_targets(cache, rows)
     for name, model in {"teacher": teacher, **students}.items():
-        check_columns(model.config.vocab_size, name, cache)
+        check_vocab_size(model.config.vocab_size, name, cache)
     shards = 1 if mesh is None else row_shards(mesh)
     execution = Execution(chunk_size=chunk_size, row_shards=shards)
     total: Any = None
     tokens = 0
-    size = shared(batch_size, mesh)
+    size = divisible(batch_size, mesh)
     batches = padded_batches(cache, rows, size, mesh=mesh, targets=False)
     shown = progress(batches, "test table", total=-(-len(rows) // size))
     for number, batch in enumerate(shown):
@@ -177,7 +177,7 @@ def test_table(
         on_device = compare(
             teacher,
             dict(students),
-            placed(batch, mesh),
+            on_devices(batch, mesh),
             vocab_size=cache.manifest.vocab_size,
             execution=execution,
             positions=disagreements.count if disagreements else 0,
@@ -265,12 +265,12 @@ def check_student(cache: Cache, path: str) -> None:
     """Refuse a student whose tokenizer gives the cache's ids to other tokens, or whose embedding
     lacks some of them."""
     folder = hf.local_folder(find_path(path), key="--student")
-    columns = hf.model_config(hf.read_config(folder)).vocab_size
-    cache.student_length(columns, vocabulary_of(folder), path)
+    vocab_size = hf.model_config(hf.read_config(folder)).vocab_size
+    cache.student_length(vocab_size, vocabulary_of(folder), path)
 
 
 def main(argv: Sequence[str]) -> None:
-    """`python -m jax_distill.evaluate STORE --teacher DIR --student DIR [--student DIR …]`"""
+    """`python -m jax_distill.evaluate CACHE --teacher DIR --student DIR [--student DIR …]`"""
     parser = CommandLine("jax_distill.evaluate")
     parser.add_argument("cache", help="a held-out cache, e.g. cache/heldout")
     parser.add_argument("--teacher", required=True, help="HF folder, GGUF file or hub id")

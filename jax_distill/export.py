@@ -38,7 +38,7 @@ from jax_distill.training.projection import give_projection, without_projection
 
 def check_folder(out: Path, student: Path, *apart: Path) -> None:
     """Refuse, before the work, an `out` that `write_folder` would not replace, or that is, holds or
-    lies in `student` or one of `apart`."""
+    is in `student` or one of `apart`."""
     check_new_folder(out, marks=EXPORT_MARKS, apart=[student, *apart], names=text_files(student))
 
 

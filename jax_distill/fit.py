@@ -234,7 +234,7 @@ def fit(
     `config.loss.hidden_layers` are pairs (`hidden_layers.with_pairs`); projections come and go
     here.
 
-    metrics.jsonl and checkpoints/ lie in `folder`. The model given is used up: its weights are
+    metrics.jsonl and checkpoints/ are in `folder`. The model given is used up: its weights are
     donated to the first step. teacher: a live one. runs: see `Checkpoints.check_room`.
 
     Raises:

@@ -167,7 +167,7 @@ def _check_inside(folder: Path, name: str) -> None:
         roots.append(root.parent.parent / "blobs")
     if not any(each in real.parents for each in roots):
         raise UserError(
-            f"expected {name} to lie in {folder}, got a link to {real}; copy the file there"
+            f"expected {name} to be in {folder}, got a link to {real}; copy the file there"
         )
 
 

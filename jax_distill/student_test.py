@@ -49,7 +49,7 @@ def test_student_keeps_the_chosen_layers_bit_for_bit(tmp_path):
     ],
 )
 def test_ids_that_one_side_lacks_are_reported_once(tmp_path, capsys, own, real, said):
-    """Case 2: real columns are those of the student's own tokenizer."""
+    """Case 2: real ids are those of the student's own tokenizer."""
     words = [f"w{i}" for i in range(60)]
     cache, *_ = small(tmp_path / "cache", vocabulary={w: i for i, w in enumerate(words[:50])})
     folder = hf_folder(tmp_path / "student", words=words[:own])

@@ -114,7 +114,7 @@ def measure(
     """The last result of call(setup()), and what `repeats` of these calls took after a first one,
     whose time is not taken. No result is kept beside the next call.
 
-    input_bytes: of what lies in memory already and counts as the call's.
+    input_bytes: of what is in memory already and counts as the call's.
     first_counts: the peak is beyond what was held before the first call; else beyond what is held
         after it: without the code and the threads that it loaded, but also without what an
         allocator has kept of it.

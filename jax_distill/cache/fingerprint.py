@@ -64,7 +64,7 @@ def _weight_files(folder: Path) -> list[Path]:
                     f"expected a weight_map in {index}, got {shown(weight_map)}; re-download it"
                 )
             for file in weight_map.values():
-                # A name, not a path: what the index lists lies beside it, and nowhere else.
+                # A name, not a path: what the index lists is in its own folder, and nowhere else.
                 if not isinstance(file, str) or not FILE_NAME.fullmatch(file):
                     raise UserError(
                         f"expected names of files beside {index}, got {shown(file)}; re-download it"

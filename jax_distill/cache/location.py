@@ -55,7 +55,7 @@ class Location:
         return super().__new__(Bucket if "://" in path else Folder)
 
     def __init__(self, path: str):
-        """Raises UserError for a kind of path that caches cannot lie on."""
+        """Raises UserError for a kind of path that cannot hold a cache."""
         self._shown = path
 
     def __getnewargs__(self) -> tuple[str]:

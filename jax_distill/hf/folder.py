@@ -1,4 +1,4 @@
-"""Where a model lies on this disk: a folder, a GGUF file, or a hub id."""
+"""Where a model is on this disk: a folder, a GGUF file, or a hub id."""
 
 import re
 from pathlib import Path

@@ -87,7 +87,7 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise UserError(f"expected a weight_map in {path}, got {shown(weight_map)}; re-download it")
     for key, name in weight_map.items():
-        # A name, not a path: what the index lists lies beside it, and nowhere else.
+        # A name, not a path: what the index lists is in its own folder, and nowhere else.
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise UserError(
                 f"expected names of files beside {path}, got {shown(name)} for {shown(key)}; "

@@ -1,4 +1,4 @@
-"""What lies in a program's temporary memory, and when: XLA's buffer assignment, read back.
+"""What is in a program's temporary memory, and when: XLA's buffer assignment, read back.
 
 XLA gives all temporaries one allocation and packs them into it by their lifetimes. With
 `xla_dump_to` it writes the packing down: `*buffer-assignment.txt` has size and offset of every

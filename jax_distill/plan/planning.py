@@ -1,6 +1,6 @@
 """One program compiled, and what XLA says of it: bytes by part, FLOPs, collectives.
 
-`peak_bytes` is what lies on a device while the step runs: the program's own peak (arguments +
+`peak_bytes` is what is on a device while the step runs: the program's own peak (arguments +
 outputs + temporaries − what outputs share with donated arguments) and, beside it, what the loop
 around it keeps there (`ahead`: the batches read ahead; of the teacher, the rows and results of
 AHEAD more) and cuDNN's workspace, of which XLA knows nothing where there is no GPU to ask.
@@ -196,7 +196,7 @@ def split_peak(
 
 
 def compile_program(program: Program, target: Target) -> tuple[Any, Temporaries | None]:
-    """The compiled program, and what lies in its temporary memory.
+    """The compiled program, and what is in its temporary memory.
 
     Raises:
         RunError: XLA's own error, in one line.

@@ -1,4 +1,4 @@
-"""What is read of XLA's text: matmuls, collectives, what lies in memory when."""
+"""What is read of XLA's text: matmuls, collectives, what is in memory when."""
 
 import jax
 import jax.numpy as jnp

@@ -128,7 +128,7 @@ def backward(
         on_gradient: (carry, slice, the slice's gradient in its parameters' dtype) → carry.
         params_of: carry → parameters, where these are in the carry and change under way. A slice
             is read a last time before its gradient is given away.
-        hidden_layers: the layers whose outputs `loss_fn` reads. These lie in memory already, as
+        hidden_layers: the layers whose outputs `loss_fn` reads. These are in memory already, as
             inputs of the layers above.
     """
 

@@ -27,7 +27,7 @@ class Targets(NamedTuple):
     vocabulary), log_p [N,K] at temperature (−inf where not real), log_tail [N], top [N,K] (the
     teacher's most likely token; each, where several are), share [N,K] (of a random sample's draws;
     None where the K are the most likely). Without a teacher K is 0 and everything
-    lies in the tail on both sides.
+    is in the tail on both sides.
     """
 
     labels: Tensor
