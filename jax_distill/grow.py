@@ -20,8 +20,39 @@ from jax_distill.base.files import find_path
 from jax_distill.cache import Cache, refuse_other_cache, resume_point
 from jax_distill.config import Config, load
 from jax_distill.teacher import load_teacher, write_cache
-from jax_distill.teacher.caches import contexts, make_plan, text_rows
+from jax_distill.teacher.caches import Plan, contexts, make_plan, text_rows
 from jax_distill.teacher.rows import AppendedRows
+
+
+def fingerprint_of(config: Config, plan: Plan, more: str, max_rows: int | None) -> str:
+    """Of a growth: its text, and how many rows at most.
+
+    Raises:
+        UserError: it is the text that the cache was made from.
+    """
+    text, growth = (
+        data.fingerprint(
+            more, format=config.data.format, tokenizer=plan.tokenizer, settings=settings
+        )
+        for settings in ({}, {"max_rows": max_rows})
+    )
+    if text == plan.manifests["train"].data_fingerprint:
+        raise UserError(
+            f"expected other text than that of the cache at {config.cache.path}, got {more}; "
+            "name new text"
+        )
+    return growth
+
+
+def corpus_of(config: Config, plan: Plan, more: str) -> data.Corpus:
+    """The new text, as the cache's own is read."""
+    return data.Corpus(
+        more,
+        format=config.data.format,
+        tokenizer=plan.tokenizer,
+        heldout_fraction=config.data.heldout_fraction,
+        holds_out_one=False,
+    )
 
 
 def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
@@ -35,37 +66,24 @@ def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
     if config.mesh.coordinator_address:
         raise UserError("expected one process to grow a cache, got a coordinator; start one alone")
     plan, path = make_plan(config), f"{config.cache.path}/train"
-    manifest = plan.manifests["train"]
-    cache = Cache.open(path)
+    manifest, cache = plan.manifests["train"], Cache.open(path)
     refuse_other_cache(path, cache.manifest, manifest)
-    more, form = find_path(more), config.data.format
-    stamps = data.file_stamps(more, format=form)
-    text, growth = (
-        data.fingerprint(more, format=form, tokenizer=plan.tokenizer, settings=settings)
-        for settings in ({}, {"max_rows": max_rows})
-    )
+    more = find_path(more)
+    stamps = data.file_stamps(more, format=config.data.format)
+    growth = fingerprint_of(config, plan, more, max_rows)
+    begun = {each["data_fingerprint"]: each["rows"] for each in cache.head.growth}
     # Of a growth that is finished, what lacks a commit is written again.
-    begins = {each["data_fingerprint"]: each["rows"] for each in cache.head.growth}
-    if growth not in begins or cache.complete:
+    if growth not in begun or cache.complete:
         cache.require_complete()
-    if growth in begins and cache.complete:
+    if growth in begun and cache.complete:
         say(f"cache: {path} has the rows of {more}")
         return cache
-    if text == manifest.data_fingerprint:
-        raise UserError(
-            f"expected other text than the cache at {path} was made from, got {more}; name new text"
-        )
-    corpus = data.Corpus(
-        more,
-        format=form,
-        tokenizer=plan.tokenizer,
-        heldout_fraction=config.data.heldout_fraction,
-        holds_out_one=False,
-    )
-    first_shard = -(-begins.get(growth, cache.layout.extent) // manifest.shard_rows)
+
+    corpus = corpus_of(config, plan, more)
     wanted = replace(manifest, data={**manifest.data, "max_rows": max_rows})
-    start = None if growth in begins else resume_point(path, growth)
+    start = None if growth in begun else resume_point(path, growth)
     rows = text_rows(config, plan._replace(stamps=stamps), corpus, "train", wanted, start)
+    first_shard = -(-begun.get(growth, cache.layout.extent) // manifest.shard_rows)
     mesh, model = sharding.make_mesh(**config.mesh.axes), None
     sharding.check_rows(mesh, config.teacher.batch_size, "teacher.batch_size")
     if plan.teacher is not None and not config.teacher.is_live:
@@ -79,7 +97,7 @@ def grow(config: Config, more: str, *, max_rows: int | None = None) -> Cache:
         mesh=mesh,
         batch_size=config.teacher.batch_size,
         chunk_size=config.loss.chunk_size,
-        growth=None if growth in begins else growth,
+        growth=None if growth in begun else growth,
     )
     cache.require_complete()
     say(f"text: {corpus.counts}")
