@@ -110,7 +110,7 @@ def _local(count: int, fraction: float | None) -> Target:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if jax.local_devices()[0].platform == "cpu":
         raise UserError(
-            "expected a GPU here for --device local, got only a CPU; name a card "
+            "expected a GPU here for --device local, got only a CPU; name a GPU "
             f"({', '.join(devices.GPUS)}), or use --device cpu"
         )
     found = devices.local_devices(count)
