@@ -121,5 +121,5 @@ def test_text_outside_the_folder_is_not_published(tmp_path: Path):
     (start / "LICENSE").symlink_to(tmp_path / "secret")
     (tmp_path / "run").mkdir()
     config = Config(student=StudentConfig(path=str(start)))
-    with pytest.raises(UserError, match="LICENSE to lie in"):
+    with pytest.raises(UserError, match="LICENSE to be in"):
         prepare_student(config, tmp_path / "run", None, trained=False)
