@@ -37,7 +37,8 @@ hypothesis.settings.load_profile("same")
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Below AVX2 XLA has no code that converts float16, and cannot compile it: no fault of ours,
-    and no processor that JAX's wheels run on. A test that meets it is left out and says why."""
+    and no processor that JAX's wheels run on. A test that meets it, itself or in the output of a
+    process that its assertion shows, is left out and says why."""
     report = yield
     missing = call.excinfo and "Failed to materialize symbols" in str(call.excinfo.value)
     if missing and "xla_cpu_max_isa" in os.environ["XLA_FLAGS"]:
