@@ -8,8 +8,8 @@ from importlib import metadata
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    # The suite's time goes into compiling small programs that run once: XLA optimises none of them,
-    # but where an instruction set is asked for (the README's commands run as XLA has them).
+    # The suite's time goes into compiling small programs that run once, so XLA does not optimise
+    # them, except where an instruction set is asked for. The README's commands are optimised.
     if "xla_cpu_max_isa" not in flags:
         flags += " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         # The older emitters take about half as long as the newer ones. JAX 0.11 has them no more
@@ -25,8 +25,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Tracing makes millions of small objects that live on: one look at them in 700, as Python has it,
-# is a twentieth of the suite's time.
+# Tracing makes millions of small objects that live on. Python's default, a collection at every 700
+# new ones, takes a twentieth of the suite's time.
 gc.set_threshold(200_000)
 
 # The same draws at every run and on every machine, whose speed is nothing to them either.
